@@ -1,0 +1,1 @@
+"""Two-batch overlap for Flax decoders, and the decode engine that proves it."""

@@ -1,0 +1,1 @@
+"""Attention over ragged batches: paged for decoding, dense for training."""

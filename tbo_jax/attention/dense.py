@@ -1,0 +1,40 @@
+"""Dense causal attention over equally long sequences, differentiable: for training."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def dense_causal_attention(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    *,
+    length: int,
+    scale: float,
+    sliding_window: int | None = None,
+) -> jax.Array:
+    """Causal attention within each of T / length sequences laid out one after another.
+
+    Args:
+        queries: [T, N, H]; keys, values: [T, G, H]; T a multiple of `length`.
+        length: tokens of each sequence.
+        scale: factor of the scores.
+        sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
+
+    Returns:
+        [T, N, H].
+    """
+    tokens, heads, head_dim = queries.shape
+    kv_heads = keys.shape[1]
+    q = queries.reshape(-1, length, kv_heads, heads // kv_heads, head_dim)
+    k = keys.reshape(-1, length, kv_heads, head_dim)
+    v = values.reshape(-1, length, kv_heads, head_dim)
+    scores = jnp.einsum("bqgnh,bsgh->bgnqs", q, k, preferred_element_type=jnp.float32) * scale
+    at = jnp.arange(length)
+    seen = at[None, :] <= at[:, None]
+    if sliding_window is not None:
+        seen &= at[None, :] > at[:, None] - sliding_window
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    return jnp.einsum("bgnqs,bsgh->bqgnh", weights, v).reshape(tokens, heads, head_dim)

@@ -1,0 +1,136 @@
+"""Paged attention over a ragged batch, for any platform: blocks of keys with a running softmax.
+
+Memory is bounded by blocks, not by tokens x context: the softmax is accumulated over key blocks as
+in FlashAttention (Dao et al. 2022), and keys are read through the page table as in vLLM's
+PagedAttention (Kwon et al. 2023). The number of key blocks is the longest live context, not the
+bucket's, so short contexts cost little in a program compiled for long ones.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tbo_jax.attention.work import AttentionWork, num_work_items
+from tbo_jax.batch import ForwardBatch
+from tbo_jax.buffers import LayerCache
+
+KEY_BLOCK = 128  # keys per block of the running softmax
+
+
+def write_pages(cache: LayerCache, keys: jax.Array, values: jax.Array, batch: ForwardBatch):
+    """Store the keys and values of this step's tokens in their sequences' pages.
+
+    Args:
+        cache: the layer's pages [N, S, G, H].
+        keys, values: [T, G, H].
+        batch: says where each token stands; padding tokens write nothing.
+
+    Returns:
+        The updated `LayerCache`.
+    """
+    num_pages, page_size, *_ = cache.keys.shape
+    token = jnp.arange(batch.token_capacity, dtype=jnp.int32)
+    live = token < batch.num_tokens
+    row = jnp.where(live, batch.sequence_ids, 0)
+    position = batch.context_lens[row] + token - batch.cu_query_lens[row]
+    column = jnp.where(live, position // page_size, 0)
+    page = cache.first_page + batch.page_table[row, column]
+    page = jnp.where(live, page, num_pages)  # out of range: dropped
+    slot = position % page_size
+
+    def store(pages: jax.Array, new: jax.Array) -> jax.Array:
+        return pages.at[page, slot].set(new.astype(pages.dtype), mode="drop")
+
+    return LayerCache(store(cache.keys, keys), store(cache.values, values), cache.first_page)
+
+
+def paged_attention(
+    queries: jax.Array,
+    cache: LayerCache,
+    batch: ForwardBatch,
+    work: AttentionWork,
+    *,
+    query_block: int,
+    scale: float,
+    sliding_window: int | None = None,
+) -> jax.Array:
+    """Causal attention of each token to its sequence's keys, its own included.
+
+    Args:
+        queries: [T, N, H], N a multiple of the G key/value heads (grouped-query attention).
+        cache: pages that hold the keys and values of this step's tokens already.
+        batch, work: the batch and its work items for `query_block` queries each.
+        scale: factor of the scores.
+        sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
+
+    Returns:
+        [T, N, H] in the dtype of `queries`; rows of padding tokens are zero.
+    """
+    tokens, heads, head_dim = queries.shape
+    _, page_size, kv_heads, _ = cache.keys.shape
+    group = heads // kv_heads
+    items = num_work_items(batch, query_block)
+    row, first_token = work.row[:items], work.first_token[:items]
+    num_queries, first_position = work.num_queries[:items], work.first_position[:items]
+
+    lane = jnp.arange(query_block, dtype=jnp.int32)
+    source = jnp.minimum(first_token[:, None] + lane, tokens - 1)
+    live = lane < num_queries[:, None]  # [W, Q]
+    position = first_position[:, None] + lane  # [W, Q]
+    q = queries[source].reshape(items, query_block, kv_heads, group, head_dim)
+    q = q.transpose(0, 2, 3, 1, 4).reshape(items, kv_heads, group * query_block, head_dim)
+    lowest = jnp.full_like(position, -1) if sliding_window is None else position - sliding_window
+
+    pages_per_block = max(1, KEY_BLOCK // page_size)
+    block = pages_per_block * page_size
+    spare = -batch.page_table.shape[1] % pages_per_block
+    table = jnp.pad(batch.page_table, ((0, 0), (0, spare)))[row] + cache.first_page
+    key_end = jnp.where(num_queries > 0, first_position + num_queries, 0)  # [W]
+    num_blocks = jnp.minimum(-(-key_end.max() // block), table.shape[1] // pages_per_block)
+
+    def read(pages: jax.Array, index: jax.Array) -> jax.Array:
+        taken = jax.lax.dynamic_slice_in_dim(table, index * pages_per_block, pages_per_block, 1)
+        return pages[taken].reshape(items, block, kv_heads, head_dim)
+
+    def accumulate(index, state):
+        top, total, acc = state
+        key_position = index * block + jnp.arange(block, dtype=jnp.int32)
+        scores = jnp.einsum(
+            "wgqh,wsgh->wgqs", q, read(cache.keys, index), preferred_element_type=jnp.float32
+        )
+        seen = live[:, :, None] & (key_position <= position[:, :, None])
+        seen &= key_position > lowest[:, :, None]
+        seen = jnp.broadcast_to(
+            seen[:, None, None], (items, 1, group, query_block, block)
+        ).reshape(items, 1, group * query_block, block)
+        scores = jnp.where(seen, scores * scale, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(-1))
+        # A row that has seen nothing yet keeps -inf; 0 stands in so that exp gets no inf - inf.
+        safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        weights = jnp.exp(scores - safe[..., None])
+        shrink = jnp.exp(top - safe)
+        # Unwritten slots may hold anything, NaN too, and 0 * NaN is NaN: zero the values as well.
+        value = read(cache.values, index)
+        written = key_position < key_end[:, None]
+        value = jnp.where(written[:, :, None, None], value, jnp.zeros_like(value))
+        update = jnp.einsum(
+            "wgqs,wsgh->wgqh", weights.astype(value.dtype), value,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        return new_top, total * shrink + weights.sum(-1), acc * shrink[..., None] + update
+
+    shape = (items, kv_heads, group * query_block)
+    start = (
+        jnp.full(shape, -jnp.inf, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, head_dim), jnp.float32),
+    )
+    _, total, acc = jax.lax.fori_loop(0, num_blocks, accumulate, start)
+    out = acc / jnp.where(total == 0, 1.0, total)[..., None]
+    out = out.reshape(items, kv_heads, group, query_block, head_dim).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(items, query_block, heads, head_dim).astype(queries.dtype)
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    item = work.token_item[:tokens]
+    picked = out[item, jnp.clip(token - first_token[item], 0, query_block - 1)]
+    return jnp.where((token < batch.num_tokens)[:, None, None], picked, jnp.zeros_like(picked))

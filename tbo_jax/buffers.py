@@ -1,0 +1,131 @@
+"""Attention buffers: allocated once, donated to every step, returned by it.
+
+FastDeploy keeps two sets of them in a module-level dictionary (PR #7165). Here they are a pytree that
+the caller threads through the jitted step, so that XLA updates them in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tbo_jax.attention.work import AttentionWork
+
+PADDING_PAGE = 0  # unused entries of page tables point here; no sequence owns it
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """One layer's view of the cache."""
+
+    keys: jax.Array  # [pages, S, G, H]: S tokens a page, G key/value heads, H head size
+    values: jax.Array  # [pages, S, G, H]
+    first_page: Any = 0  # int or traced []: where this layer's pages begin in a stacked array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeyValueCache:
+    """Pages of all layers: an array per layer, or one array that holds the pages of all of them.
+
+    The stacked form is for scanned layers. Layer l's page p is then row `l * pages_per_layer + p`,
+    so that a loop carries one array and updates it in place; as scanned inputs and outputs it would
+    be copied whole in every step although the alias is declared.
+    """
+
+    keys: tuple[jax.Array, ...]  # L x [N, S, G, H], or 1 x [L * N, S, G, H]
+    values: tuple[jax.Array, ...]
+    num_layers: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def stacked(self) -> bool:
+        """Whether one array holds the pages of all layers."""
+        return len(self.keys) == 1 and self.num_layers > 1
+
+    def layer(self, index: Any) -> LayerCache:
+        """The view of layer `index`; `index` may be traced in the stacked form."""
+        if self.stacked:
+            per_layer = self.keys[0].shape[0] // self.num_layers
+            return LayerCache(self.keys[0], self.values[0], index * per_layer)
+        return LayerCache(self.keys[index], self.values[index])
+
+    def with_layer(self, index: Any, view: LayerCache) -> KeyValueCache:
+        """The cache in which layer `index` has the arrays of `view`."""
+        at = 0 if self.stacked else index
+        keys = (*self.keys[:at], view.keys, *self.keys[at + 1 :])
+        values = (*self.values[:at], view.values, *self.values[at + 1 :])
+        return dataclasses.replace(self, keys=keys, values=values)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionBuffers:
+    """Everything that attention writes: key/value pages, and per micro-batch its work metadata.
+
+    On R ranks every array has the ranks' parts one after another along its first axis, sharded over
+    them: each rank owns pages 0..N-1 of its own.
+    """
+
+    cache: KeyValueCache
+    work: tuple[AttentionWork, ...]  # one per micro-batch
+
+
+def allocate_attention_buffers(
+    *,
+    num_layers: int,
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    max_tokens: int,
+    num_micro_batches: int = 1,
+    stacked: bool = False,
+    mesh: Mesh | None = None,
+) -> AttentionBuffers:
+    """Allocate the buffers, zeroed, on every device of `mesh`.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: shape of the model.
+        num_pages: pages N of each device, of `page_size` tokens each; page 0 is kept for padding.
+        dtype: of keys and values.
+        max_tokens: most tokens of one step on one device; sizes the work metadata.
+        num_micro_batches: sets of work metadata.
+        stacked: one array for all layers, for scanned layers.
+        mesh: 1-D mesh of the ranks; default the first device.
+
+    Raises:
+        ValueError: a size below 1, or fewer than 2 pages.
+    """
+    sizes = dict(
+        num_layers=num_layers, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        max_tokens=max_tokens, num_micro_batches=num_micro_batches,
+    )  # fmt: skip
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if num_pages < 2:
+        raise ValueError(f"num_pages must be at least 2 (page 0 is for padding), got {num_pages}")
+    mesh = Mesh(jax.devices()[:1], ("ranks",)) if mesh is None else mesh
+    (axis,) = mesh.axis_names
+    sharding = NamedSharding(mesh, PartitionSpec(axis))
+    arrays = 1 if stacked else num_layers
+    rows = mesh.size * num_pages * (num_layers if stacked else 1)
+    shape = (rows, page_size, num_kv_heads, head_dim)
+
+    def zeros() -> AttentionBuffers:
+        # Zeros, never uninitialised: what a masked read meets must not be a NaN of another program.
+        cache = KeyValueCache(
+            tuple(jnp.zeros(shape, dtype) for _ in range(arrays)),
+            tuple(jnp.zeros(shape, dtype) for _ in range(arrays)),
+            num_layers,
+        )
+        work = AttentionWork.zeros(mesh.size, max_tokens)
+        return AttentionBuffers(cache, tuple(work for _ in range(num_micro_batches)))
+
+    return jax.jit(zeros, out_shardings=sharding)()

@@ -1,0 +1,1 @@
+"""Reading of Hugging Face checkpoints: resolve a folder, check it, read its tensors."""

@@ -1,0 +1,176 @@
+"""Load a Hugging Face folder: every tensor goes from its file straight to the shards that hold it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from tbo_jax.checkpoint.names import Source, parameter_sources
+from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder
+from tbo_jax.layers.config import DecoderConfig, HfConfig
+from tbo_jax.layers.decoder import CausalLM
+from tbo_jax.models import find_architecture
+from tbo_jax.models.architecture import Architecture
+from tbo_jax.moe.exchange import check_divisible
+from tbo_jax.sharding import parameter_spec
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+def read_config(folder: Path, dtype: Any) -> tuple[DecoderConfig, Architecture]:
+    """Read config.json of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: it is missing, is not JSON, or asks for something that is not supported.
+    """
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
+    try:
+        architecture = find_architecture(values.get("model_type"))
+        return architecture.parse_config(HfConfig(values, str(path)), dtype), architecture
+    except ValueError as error:
+        message = str(error) if str(path) in str(error) else f"{path}: {error}"
+        raise CheckpointError(message) from error
+
+
+def load_model(
+    folder: Path,
+    *,
+    mesh: Mesh,
+    dtype: Any,
+    scanned: bool = False,
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Load the checkpoint in `folder` onto the devices of `mesh`.
+
+    Nothing but the parameter being read is held on the host beside the loaded weights: an expert
+    weight is read for one device's experts at a time.
+
+    Args:
+        folder: Hugging Face folder with config.json and safetensors.
+        mesh: 1-D mesh; experts are sharded over it, everything else is replicated.
+        dtype: of the loaded weights; the file's may differ.
+        scanned: stack equal layers for a scan.
+        progress: called with (bytes done, bytes in all), bytes of the files.
+
+    Raises:
+        CheckpointError: unreadable or unsupported configuration, broken files, a tensor that is
+            missing, left over or of another shape, experts that do not divide over the devices.
+    """
+    config, architecture = read_config(folder, dtype)
+    tensors = TensorFolder.open(folder)
+    try:
+        if config.num_experts:
+            check_divisible(config.num_experts, mesh.size)
+        abstract = nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0), scanned=scanned))
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    graph, state = nnx.split(abstract)
+    flat = nnx.to_flat_state(state)
+    sources = {
+        path: parameter_sources(path, variable.shape, config, architecture)
+        for path, variable in flat
+    }
+    _check_tensors(tensors, [s for found in sources.values() for s in found], config)
+
+    names = [s.name for found in sources.values() for s in found]
+    total = sum(tensors.info(name).nbytes for name in names)
+    done = 0
+    loaded = []
+    for path, variable in flat:
+        sharding = NamedSharding(mesh, parameter_spec(path, variable))
+        value = _read_parameter(tensors, sources[path], variable.shape, variable.dtype, sharding)
+        loaded.append((path, variable.replace(value)))
+        done += sum(tensors.info(source.name).nbytes for source in sources[path])
+        if progress is not None:
+            progress(done, total)
+    return nnx.merge(graph, nnx.from_flat_state(loaded))
+
+
+def _read_parameter(
+    tensors: TensorFolder,
+    sources: Sequence[Source],
+    shape: tuple[int, ...],
+    dtype: Any,
+    sharding: NamedSharding,
+) -> jax.Array:
+    def read_shard(index: tuple[slice, ...]) -> np.ndarray:
+        bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+        out = np.empty([stop - start for start, stop in bounds], dtype)
+        for source in sources:
+            _read_source(tensors, source, out, bounds)
+        return out
+
+    array = jax.make_array_from_callback(shape, sharding, read_shard)
+    # Wait, so that the host copy is gone before the next one is made.
+    return jax.block_until_ready(array)
+
+
+def _read_source(
+    tensors: TensorFolder, source: Source, out: np.ndarray, bounds: Sequence[tuple[int, int]]
+) -> None:
+    """The part of a tensor that falls into the shard `bounds` of the parameter, into `out`."""
+    lead = len(source.at)
+    for entry, (start, stop) in zip(source.at, bounds, strict=False):
+        if not start <= entry < stop:
+            return
+    target = out[tuple(e - b[0] for e, b in zip(source.at, bounds, strict=False))]
+    offsets = [0] * (len(source.shape) - 1) + [source.column]
+    inner = [
+        (max(start, offset), min(stop, offset + size))
+        for (start, stop), offset, size in zip(bounds[lead:], offsets, source.shape, strict=True)
+    ]
+    if any(start >= stop for start, stop in inner):
+        return
+    place = tuple(slice(a - b[0], z - b[0]) for (a, z), b in zip(inner, bounds[lead:], strict=True))
+    index = tuple(slice(a - o, z - o) for (a, z), o in zip(inner, offsets, strict=True))
+    index = index[::-1] if source.transpose else index
+    tensors.read_into(source.name, target[place], index, transpose=source.transpose)
+
+
+def _check_tensors(
+    tensors: TensorFolder, sources: Sequence[Source], config: DecoderConfig
+) -> None:
+    wanted: Mapping[str, Source] = {source.name: source for source in sources}
+    present = set(tensors.names)
+    missing = sorted(wanted.keys() - present)
+    if missing:
+        raise CheckpointError(f"{tensors.folder}: {_listed(missing)} missing")
+    extra = sorted(name for name in present - wanted.keys() if not _redundant(name, config))
+    if extra:
+        raise CheckpointError(
+            f"{tensors.folder}: {_listed(extra)} not part of a {config.model_type} model "
+            f"of this configuration"
+        )
+    for name, source in wanted.items():
+        shape = tensors.info(name).shape
+        if shape != source.tensor_shape:
+            raise CheckpointError(
+                f"{tensors.folder}: tensor {name} has shape {list(shape)}, "
+                f"expected {list(source.tensor_shape)}"
+            )
+
+
+def _redundant(name: str, config: DecoderConfig) -> bool:
+    """Tensors that older exports write although they follow from the configuration or others."""
+    tied = config.tie_word_embeddings and name == "lm_head.weight"
+    return tied or name.endswith("rotary_emb.inv_freq")
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"tensors {shown} are" if len(names) > 1 else f"tensor {shown} is"

@@ -1,0 +1,42 @@
+"""Write a model as a Hugging Face folder: the inverse of `load_model`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from tbo_jax.checkpoint.names import parameter_sources
+from tbo_jax.layers.config import HfConfig
+from tbo_jax.layers.decoder import CausalLM
+from tbo_jax.models import find_architecture
+
+
+def save_model(model: CausalLM, config: Mapping[str, Any], folder: Path, dtype: Any) -> None:
+    """Write config.json and model.safetensors.
+
+    Args:
+        model: the model; its weights are gathered to the host.
+        config: contents of config.json, from which `model` was made.
+        folder: made if it does not exist.
+        dtype: of the written tensors.
+    """
+    architecture = find_architecture(config.get("model_type"))
+    parsed = architecture.parse_config(HfConfig(config, "config"), model.config.dtype)
+    tensors: dict[str, np.ndarray] = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        value = np.asarray(variable.get_value())
+        for source in parameter_sources(path, value.shape, parsed, architecture):
+            part = value[source.at]
+            part = part[..., source.column : source.column + source.shape[-1]]
+            part = part.T if source.transpose else part
+            tensors[source.name] = np.ascontiguousarray(part).astype(dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    text = json.dumps({**config, "torch_dtype": np.dtype(dtype).name}, indent=2)
+    (folder / "config.json").write_text(text + "\n", "utf-8")

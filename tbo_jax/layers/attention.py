@@ -1,0 +1,67 @@
+"""Self-attention with grouped key/value heads and rotary positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from tbo_jax.layers.config import DecoderConfig
+from tbo_jax.layers.context import LayerContext
+from tbo_jax.layers.rotary import apply_rotary
+
+
+class SelfAttention(nnx.Module):
+    """Projections around the attention that the context provides."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+
+        def linear(fan_in: int, fan_out: int) -> nnx.Linear:
+            return nnx.Linear(
+                fan_in,
+                fan_out,
+                use_bias=config.attention_bias,
+                dtype=config.dtype,
+                param_dtype=config.dtype,
+                kernel_init=nnx.initializers.normal(config.initializer_range),
+                rngs=rngs,
+            )
+
+        self.q_proj = linear(config.hidden_size, heads * head_dim)
+        self.k_proj = linear(config.hidden_size, kv_heads * head_dim)
+        self.v_proj = linear(config.hidden_size, kv_heads * head_dim)
+        self.o_proj = linear(heads * head_dim, config.hidden_size)
+        if config.query_key_norm:
+            self.q_norm = rms_norm(head_dim, config, rngs)
+            self.k_norm = rms_norm(head_dim, config, rngs)
+        self.query_key_norm = config.query_key_norm
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+        self.sliding_window = config.sliding_window
+
+    def __call__(self, x: jax.Array, cache: Any, context: LayerContext) -> tuple[jax.Array, Any]:
+        """[T, D], the layer's cache -> [T, D], cache."""
+        tokens = x.shape[0]
+        q = self.q_proj(x).reshape(tokens, -1, self.head_dim)
+        k = self.k_proj(x).reshape(tokens, -1, self.head_dim)
+        v = self.v_proj(x).reshape(tokens, -1, self.head_dim)
+        if self.query_key_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary(q, context.rotary), apply_rotary(k, context.rotary)
+        out, cache = context.attention(
+            q, k, v, cache, scale=self.scale, sliding_window=self.sliding_window
+        )
+        return self.o_proj(out.reshape(tokens, -1)), cache
+
+
+def rms_norm(features: int, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """Root-mean-square norm (Zhang and Sennrich 2019) with the model's epsilon."""
+    return nnx.RMSNorm(
+        features,
+        epsilon=config.rms_norm_eps,
+        dtype=config.dtype,
+        param_dtype=config.dtype,
+        rngs=rngs,
+    )

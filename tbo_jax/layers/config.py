@@ -1,0 +1,111 @@
+"""The shape of a decoder, in one dataclass that every architecture fills from its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from tbo_jax.layers.rotary import RotaryConfig
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shape and options of a decoder. Sizes are in elements; `dtype` is of weights and compute."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rotary: RotaryConfig
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    query_key_norm: bool = False
+    sliding_window: int | None = None
+    num_experts: int = 0  # 0: no layer has experts
+    num_experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    renormalize_experts: bool = True
+    dense_layers: frozenset[int] = frozenset()  # layers without experts in a model that has them
+    initializer_range: float = 0.02
+    dtype: Any = jnp.float32
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether layer `layer` has experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+
+class HfConfig:
+    """A config.json read with precise errors: every key that is needed, of the right type."""
+
+    def __init__(self, values: Mapping[str, Any], source: str):
+        self.values = values
+        self.source = source
+
+    def number(self, key: str, default: Any = None, kind: type = int) -> Any:
+        """A positive number at `key`, or `default` when the key is absent or null.
+
+        Raises:
+            ValueError: missing without a default, of the wrong type, or not positive.
+        """
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ValueError(f"{self.source}: {key} is missing")
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
+            raise ValueError(f"{self.source}: {key} must be {kind.__name__}, got {value!r}")
+        if value <= 0:
+            raise ValueError(f"{self.source}: {key} must be positive, got {value!r}")
+        return kind(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A true or false at `key`."""
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.source}: {key} must be true or false, got {value!r}")
+        return value
+
+    def expect(self, key: str, *accepted: Any) -> None:
+        """Refuse a setting that changes the network and is not supported."""
+        value = self.values.get(key, accepted[0])
+        if value not in accepted:
+            allowed = ", ".join(map(repr, accepted))
+            raise ValueError(f"{self.source}: {key}={value!r} is not supported, expected {allowed}")
+
+    def common(self, dtype: Any, **extra: Any) -> DecoderConfig:
+        """The keys that all decoders of the Llama line share, with `extra` fields on top."""
+        self.expect("hidden_act", "silu")
+        hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
+        kv_heads = self.number("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ValueError(
+                f"{self.source}: {heads} attention heads do not divide into {kv_heads} key/value heads"
+            )
+        head_dim = self.number("head_dim", extra.pop("default_head_dim", hidden // heads))
+        fields: dict[str, Any] = dict(
+            model_type=self.values["model_type"],
+            vocab_size=self.number("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=self.number("intermediate_size"),
+            num_layers=self.number("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=self.number("rms_norm_eps", 1e-6, float),
+            max_position_embeddings=self.number("max_position_embeddings", 2048),
+            rotary=RotaryConfig.from_hf(self.values, head_dim),
+            tie_word_embeddings=self.flag("tie_word_embeddings"),
+            attention_bias=self.flag("attention_bias"),
+            initializer_range=self.number("initializer_range", 0.02, float),
+            dtype=dtype,
+        )
+        return DecoderConfig(**(fields | extra))

@@ -1,0 +1,75 @@
+"""What a layer is given besides its weights and its input: one object per micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from tbo_jax.attention.dense import dense_causal_attention
+from tbo_jax.attention.paged import paged_attention, write_pages
+from tbo_jax.attention.work import AttentionWork
+from tbo_jax.batch import ForwardBatch
+from tbo_jax.moe.exchange import Exchange
+
+
+class Attention(Protocol):
+    """Attention of a micro-batch, with whatever cache it keeps."""
+
+    def __call__(
+        self, queries, keys, values, cache, *, scale: float, sliding_window: int | None
+    ) -> tuple[jax.Array, Any]:
+        """[T, N, H], [T, G, H], [T, G, H], cache -> [T, N, H], cache."""
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """Decode and prefill: keys and values go to pages, queries read them there."""
+
+    batch: ForwardBatch
+    work: AttentionWork
+    query_block: int
+
+    def __call__(self, queries, keys, values, cache, *, scale, sliding_window):
+        cache = write_pages(cache, keys, values, self.batch)
+        out = paged_attention(
+            queries,
+            cache,
+            self.batch,
+            self.work,
+            query_block=self.query_block,
+            scale=scale,
+            sliding_window=sliding_window,
+        )
+        return out, cache
+
+
+@dataclass(frozen=True)
+class DenseAttention:
+    """Training: sequences of `length` tokens one after another, no cache."""
+
+    length: int
+
+    def __call__(self, queries, keys, values, cache, *, scale, sliding_window):
+        out = dense_causal_attention(
+            queries, keys, values, length=self.length, scale=scale, sliding_window=sliding_window
+        )
+        return out, cache
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Context of the layers in `models/` for one micro-batch of T tokens."""
+
+    attention: Attention
+    exchange: Exchange | None  # None for a model without experts
+    rotary: tuple[jax.Array, jax.Array]  # cos, sin: [T, H / 2] float32
+    live: jax.Array  # [T] bool, false for padding
+    balance_loss_weight: float = 0.0  # training: weight of the routers' load-balancing loss
+
+
+def live_tokens(batch: ForwardBatch) -> jax.Array:
+    """[T] bool, which token slots hold a token."""
+    return jnp.arange(batch.token_capacity) < batch.num_tokens

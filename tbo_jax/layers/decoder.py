@@ -1,0 +1,126 @@
+"""Decoder layers written as stages, and the causal language model around them."""
+
+from __future__ import annotations
+
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tbo_jax.layers.attention import SelfAttention, rms_norm
+from tbo_jax.layers.config import DecoderConfig
+from tbo_jax.layers.context import LayerContext
+from tbo_jax.layers.mlp import GatedMlp, SparseMoe
+from tbo_jax.stages import Stage, StackedLayers
+
+
+def dispatch(message, context: LayerContext):
+    """Tokens to the devices of their experts."""
+    return context.exchange.dispatch(message)
+
+
+def combine(message, context: LayerContext):
+    """The experts' sums back to the tokens' devices."""
+    return context.exchange.combine(message)
+
+
+class DenseLayer(nnx.Module):
+    """Pre-norm attention and gated feed-forward: one stage, nothing to communicate."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.input_layernorm = rms_norm(config.hidden_size, config, rngs)
+        self.self_attn = SelfAttention(config, rngs=rngs)
+        self.post_attention_layernorm = rms_norm(config.hidden_size, config, rngs)
+        self.mlp = GatedMlp(config, rngs=rngs)
+
+    def attend_and_feed(self, hidden, received, cache, context: LayerContext):
+        attended, cache = self.self_attn(self.input_layernorm(hidden), cache, context)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), None, cache
+
+    def merge(self, hidden, received, context: LayerContext):
+        return hidden
+
+    stages = (Stage(attend_and_feed),)
+
+
+class SparseLayer(nnx.Module):
+    """Pre-norm attention and mixture of experts: (attend, route | dispatch), (experts | combine)."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.input_layernorm = rms_norm(config.hidden_size, config, rngs)
+        self.self_attn = SelfAttention(config, rngs=rngs)
+        self.post_attention_layernorm = rms_norm(config.hidden_size, config, rngs)
+        self.mlp = SparseMoe(config, rngs=rngs)
+
+    def attend_and_route(self, hidden, received, cache, context: LayerContext):
+        attended, cache = self.self_attn(self.input_layernorm(hidden), cache, context)
+        hidden = hidden + attended
+        message, slots = self.mlp.route(self.post_attention_layernorm(hidden), context)
+        return (hidden, slots), message, cache
+
+    def run_experts(self, carry, received, cache, context: LayerContext):
+        return carry, self.mlp.apply(received, context), cache
+
+    def merge(self, carry, received, context: LayerContext):
+        hidden, slots = carry
+        return hidden + context.exchange.unpack_results(received, slots)
+
+    stages = (Stage(attend_and_route, dispatch), Stage(run_experts, combine))
+
+
+class CausalLM(nnx.Module):
+    """Token embedding, decoder layers, final norm and the projection to the vocabulary."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, scanned: bool = False):
+        """Make the model with random weights.
+
+        Args:
+            config: its shape.
+            rngs: random streams of Flax.
+            scanned: stack the layers for a scan instead of keeping one module per layer.
+
+        Raises:
+            ValueError: `scanned` and the layers are not all equal.
+        """
+        layers = [
+            (SparseLayer if config.is_sparse(i) else DenseLayer)(config, rngs=rngs)
+            for i in range(config.num_layers)
+        ]
+        normal = nnx.initializers.normal(config.initializer_range)
+        self.embed_tokens = nnx.Embed(
+            config.vocab_size,
+            config.hidden_size,
+            dtype=config.dtype,
+            param_dtype=config.dtype,
+            embedding_init=normal,
+            rngs=rngs,
+        )
+        self.layers = StackedLayers.stack(layers) if scanned else nnx.List(layers)
+        self.norm = rms_norm(config.hidden_size, config, rngs)
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Linear(
+                config.hidden_size,
+                config.vocab_size,
+                use_bias=False,
+                dtype=config.dtype,
+                param_dtype=config.dtype,
+                kernel_init=normal,
+                rngs=rngs,
+            )
+        self.config = config
+
+    def embed(self, token_ids: jax.Array) -> jax.Array:
+        """[T] int32 -> [T, D]."""
+        return self.embed_tokens(token_ids)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states after the last layer [T, D] -> [T, V] float32."""
+        normed = self.norm(hidden)
+        if self.config.tie_word_embeddings:
+            out = self.embed_tokens.attend(normed)
+        else:
+            out = self.lm_head(normed)
+        return out.astype(jnp.float32)
+
+

@@ -1,0 +1,131 @@
+"""Rotary position embeddings and the scalings of their frequencies that checkpoints ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SUPPORTED = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """Rotary frequencies as a checkpoint describes them.
+
+    `kind` is one of `SUPPORTED`; `options` are the further keys of `rope_scaling`, as
+    sorted (name, value) pairs so that the configuration can be hashed.
+    """
+
+    head_dim: int
+    theta: float
+    max_position_embeddings: int
+    kind: str = "default"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], head_dim: int) -> RotaryConfig:
+        """Read `rope_theta` and `rope_scaling`, or the newer `rope_parameters`, of a config.json.
+
+        Raises:
+            ValueError: a scaling type that is not supported, or one that lacks a key.
+        """
+        parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+        named = parameters.pop("rope_type", None)
+        legacy = parameters.pop("type", None)
+        kind = named or legacy or "default"
+        if kind not in SUPPORTED:
+            raise ValueError(
+                f"RoPE scaling type {kind!r} is not supported: expected one of {', '.join(SUPPORTED)}"
+            )
+        partial = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if partial not in (None, 1, 1.0):
+            raise ValueError(f"partial_rotary_factor {partial} is not supported: expected 1.0")
+        needed = {"linear": ["factor"], "yarn": ["factor"], "default": []}
+        needed["llama3"] = [
+            "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+        ]  # fmt: skip
+        missing = [key for key in needed[kind] if parameters.get(key) is None]
+        if missing:
+            raise ValueError(f"RoPE scaling {kind!r} needs {', '.join(missing)} in config.json")
+        options = tuple(sorted((k, v) for k, v in parameters.items() if v is not None))
+        longest = int(config.get("max_position_embeddings") or 2048)
+        return cls(head_dim, float(theta), longest, kind, options)
+
+
+def rotary_frequencies(config: RotaryConfig) -> tuple[np.ndarray, float]:
+    """Inverse frequencies [H / 2] float32, and the factor of cosine and sine.
+
+    Sources: RoFormer (Su et al. 2021); linear position interpolation (Chen et al. 2023); YaRN
+    (Peng et al. 2023, sections 3.2 to 3.4); the wavelength bands of Llama 3.1.
+    """
+    dim, options = config.head_dim, dict(config.options)
+    frequency = 1.0 / config.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    if config.kind == "default":
+        return frequency.astype(np.float32), 1.0
+    factor = float(options["factor"])
+    if config.kind == "linear":
+        return (frequency / factor).astype(np.float32), 1.0
+    if config.kind == "llama3":
+        return _llama3(frequency, factor, options).astype(np.float32), 1.0
+    return _yarn(frequency, factor, options, config)
+
+
+def _llama3(frequency: np.ndarray, factor: float, options: Mapping[str, Any]) -> np.ndarray:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    original = options["original_max_position_embeddings"]
+    low, high = options["low_freq_factor"], options["high_freq_factor"]
+    turns = original * frequency / (2 * math.pi)  # rotations within the original context
+    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1 - blend) * frequency / factor + blend * frequency
+
+
+def _yarn(
+    frequency: np.ndarray, factor: float, options: Mapping[str, Any], config: RotaryConfig
+) -> tuple[np.ndarray, float]:
+    """Dimensions that turn often are kept, slow ones interpolated, with a ramp between."""
+    original = options.get("original_max_position_embeddings", config.max_position_embeddings)
+    dim = config.head_dim
+
+    def dimension_of(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low = dimension_of(options.get("beta_fast", 32))
+    high = dimension_of(options.get("beta_slow", 1))
+    if options.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    mixed = ramp * frequency / factor + (1 - ramp) * frequency
+
+    def magnitude(scale: float, weight: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+    attention = options.get("attention_factor")
+    mscale, mscale_all = options.get("mscale"), options.get("mscale_all_dim")
+    if attention is None and mscale and mscale_all:
+        attention = magnitude(factor, mscale) / magnitude(factor, mscale_all)
+    elif attention is None:
+        attention = magnitude(factor)
+    return mixed.astype(np.float32), float(attention)
+
+
+def rotary_table(config: RotaryConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine [T, H / 2] float32 at `positions` [T] int32."""
+    frequency, factor = rotary_frequencies(config)
+    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequency)
+    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
+def apply_rotary(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate [T, N, H]: the pair of dimension i is i + H / 2, as Hugging Face stores it."""
+    cos, sin = (t[:, None, :] for t in rotary)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -1,0 +1,248 @@
+"""The model runner: one jitted step over all ranks, with the attention buffers donated to it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tbo_jax.attention.work import plan_attention
+from tbo_jax.batch import ForwardBatch
+from tbo_jax.buffers import AttentionBuffers, allocate_attention_buffers
+from tbo_jax.config import OverlapConfig
+from tbo_jax.layers.context import LayerContext, PagedAttention, live_tokens
+from tbo_jax.layers.decoder import CausalLM
+from tbo_jax.layers.rotary import rotary_table
+from tbo_jax.moe.exchange import Transport, make_exchange
+from tbo_jax.sharding import RANKS, parameter_spec
+from tbo_jax.split import gather_tokens, split_batch_decoder_layers
+from tbo_jax.stages import StackedLayers, run_layers
+
+logger = logging.getLogger(__name__)
+
+PREFILL_QUERY_BLOCK = 16  # queries of one sequence computed together in a step that prefills
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """The static shape of a step, per rank."""
+
+    tokens: int  # T, token slots
+    sequences: int  # B, sequence rows
+    decode: bool = False  # every sequence has one token: blocks of one query
+
+    @property
+    def query_block(self) -> int:
+        """Queries of one attention work item."""
+        return 1 if self.decode else min(PREFILL_QUERY_BLOCK, self.tokens)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Size of the paged key/value cache of each device."""
+
+    num_pages: int
+    page_size: int
+    pages_per_sequence: int  # columns P of a page table: longest context / page_size
+    max_tokens: int  # most tokens of one step
+
+
+class ModelRunner:
+    """Compiles and runs the step of a model: R ranks, each with its own batch and its own pages.
+
+    The step is `(buffers, batch) -> (logits, buffers)`; its buffers are donated. Attention is
+    data-parallel over the ranks and experts are sharded over them, all in one SPMD program: every
+    rank issues the same collectives whatever its batch holds, an empty batch included.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: CacheConfig,
+        *,
+        mesh: Mesh,
+        overlap: OverlapConfig | None = None,
+        transport: Transport = "all_to_all",
+        logits: Literal["last", "all"] = "last",
+    ):
+        """Args:
+        model: with its weights on the devices of `mesh`, as `load_model` leaves them.
+        cache: size of the key/value cache.
+        mesh: 1-D mesh of the ranks.
+        overlap: micro-batches; default none.
+        transport: of the expert exchange.
+        logits: of the last token of each sequence [R, B, V], or of all tokens [R, T, V].
+
+        Raises:
+            ValueError: the experts do not divide over the ranks, or an unknown transport.
+        """
+        self.config = model.config
+        self.cache = cache
+        self.mesh = mesh
+        self.overlap = OverlapConfig() if overlap is None else overlap
+        self.transport = transport
+        self.logits = logits
+        self.scanned = isinstance(model.layers, StackedLayers)
+        # Split once: a jitted step that took the module would walk its object graph in every call.
+        self._graph, state = nnx.split(model)
+        flat = nnx.to_flat_state(state)
+        self._specs = [parameter_spec(path, variable) for path, variable in flat]
+        self._weights, self._structure = jax.tree.flatten(state)
+        self._compiled: dict[tuple[Bucket, int], jax.stages.Compiled] = {}
+        self._exchange = None
+        if self.config.num_experts:
+            self._exchange = make_exchange(
+                transport,
+                axis=RANKS,
+                num_devices=mesh.size,
+                num_experts=self.config.num_experts,
+                top_k=self.config.num_experts_per_token,
+            )
+        if self.overlap.enabled and (self._exchange is None or mesh.size == 1):
+            logger.warning(
+                "USE_TBO=1: %s on %d device(s) has no communication between devices; steps are "
+                "split, and there is nothing to overlap",
+                self.config.model_type,
+                mesh.size,
+            )
+
+    @property
+    def num_compiled(self) -> int:
+        """Steps compiled so far."""
+        return len(self._compiled)
+
+    def micro_batches(self, bucket: Bucket) -> int:
+        """Into how many micro-batches a step of this bucket is cut."""
+        return self.overlap.micro_batches(bucket.tokens)
+
+    def allocate(self) -> AttentionBuffers:
+        """The buffers that every step takes and returns."""
+        config, cache = self.config, self.cache
+        return allocate_attention_buffers(
+            num_layers=config.num_layers,
+            num_pages=cache.num_pages,
+            page_size=cache.page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=config.dtype,
+            max_tokens=cache.max_tokens,
+            num_micro_batches=self.overlap.num_micro_batches if self.overlap.enabled else 1,
+            stacked=self.scanned,
+            mesh=self.mesh,
+        )
+
+    def step(
+        self, bucket: Bucket, buffers: AttentionBuffers, batch: ForwardBatch
+    ) -> tuple[jax.Array, AttentionBuffers]:
+        """Run one step; compiles first if the bucket is new.
+
+        Args:
+            bucket: shape of `batch`.
+            buffers: donated; use the returned ones from here on.
+            batch: leaves [R, ...] (`stack_batches`).
+
+        Returns:
+            Logits float32 [R, B, V] ([R, T, V] with `logits="all"`; rows of padding are undefined),
+            and the buffers.
+        """
+        return self.compile(bucket)(self._weights, buffers, batch)
+
+    def compile(self, bucket: Bucket) -> jax.stages.Compiled:
+        """The compiled step of a bucket, from the cache of this runner if it is there."""
+        key = (bucket, self.micro_batches(bucket))
+        if key not in self._compiled:
+            self._compiled[key] = self.lower(bucket).compile()
+        return self._compiled[key]
+
+    def lower(self, bucket: Bucket) -> jax.stages.Lowered:
+        """The step of a bucket, traced and lowered for the mesh; nothing is allocated."""
+        ranks = NamedSharding(self.mesh, PartitionSpec(RANKS))
+
+        def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        weights = [
+            abstract(leaf, NamedSharding(self.mesh, spec))
+            for leaf, spec in zip(self._weights, self._specs, strict=True)
+        ]
+        buffers = jax.tree.map(lambda leaf: abstract(leaf, ranks), jax.eval_shape(self.allocate))
+        batch = jax.tree.map(lambda leaf: abstract(leaf, ranks), self._abstract_batch(bucket))
+        return self._jitted(bucket).lower(weights, buffers, batch)
+
+    def _abstract_batch(self, bucket: Bucket) -> ForwardBatch:
+        one = ForwardBatch.pack(
+            [], [], [],
+            token_capacity=bucket.tokens,
+            sequence_capacity=bucket.sequences,
+            pages_per_sequence=self.cache.pages_per_sequence,
+        )  # fmt: skip
+        size = self.mesh.size
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape), a.dtype), one)
+
+    def _jitted(self, bucket: Bucket) -> Any:
+        ranks = PartitionSpec(RANKS)
+        count = self.micro_batches(bucket)
+
+        def step(weights: list[jax.Array], buffers: AttentionBuffers, batch: ForwardBatch):
+            model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
+            one = jax.tree.map(lambda leaf: leaf[0], batch)
+            logits, buffers = self._forward(model, buffers, one, bucket, count)
+            return logits[None], buffers
+
+        # Varying-axes checks would ask for casts in every loop that starts from zeros.
+        sharded = jax.shard_map(
+            step,
+            mesh=self.mesh,
+            in_specs=(self._specs, ranks, ranks),
+            out_specs=(ranks, ranks),
+            check_vma=False,
+        )
+        # Explicit: inferred shardings of axes of size one get lost, and the next step would copy.
+        placed = NamedSharding(self.mesh, ranks)
+        return jax.jit(sharded, donate_argnums=1, out_shardings=(placed, placed))
+
+    def _forward(
+        self,
+        model: CausalLM,
+        buffers: AttentionBuffers,
+        batch: ForwardBatch,
+        bucket: Bucket,
+        count: int,
+    ) -> tuple[jax.Array, AttentionBuffers]:
+        parts = split_batch_decoder_layers(batch, count) if count > 1 else (batch,)
+        block = bucket.query_block
+        work = [
+            plan_attention(part, block, old)
+            for part, old in zip(parts, buffers.work, strict=False)
+        ]
+        contexts = [
+            LayerContext(
+                attention=PagedAttention(part, items, block),
+                exchange=self._exchange,
+                rotary=rotary_table(self.config.rotary, part.positions),
+                live=live_tokens(part),
+            )
+            for part, items in zip(parts, work, strict=True)
+        ]
+        carries = [model.embed(part.token_ids) for part in parts]
+        hidden, cache = run_layers(model.layers, carries, contexts, buffers.cache)
+        if self.logits == "last":
+            tokens = jnp.maximum(batch.cu_query_lens[1:] - 1, 0)
+        else:
+            tokens = jnp.arange(batch.token_capacity, dtype=jnp.int32)
+        chosen = gather_tokens(hidden, parts, tokens)
+        kept = buffers.work[len(work) :]  # a step that is not split leaves the others' buffers
+        return model.logits(chosen), AttentionBuffers(cache, (*work, *kept))
+
+
+def kv_bytes_per_page(config: Any, page_size: int) -> int:
+    """Bytes of keys and values of one page over all layers."""
+    elements = 2 * config.num_layers * page_size * config.num_kv_heads * config.head_dim
+    return elements * jnp.dtype(config.dtype).itemsize
+
+

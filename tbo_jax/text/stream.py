@@ -1,0 +1,87 @@
+"""The text of one request while it is generated, cut before the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tbo_jax.text.detokenizer import IncrementalDetokenizer
+from tbo_jax.text.tokenizer import Tokenizer
+
+
+class TextStream:
+    """Turns token ids into text and ends it right before a stop string.
+
+    The text is scanned from left to right. The stop string whose match ends first wins; of several
+    matches that end at the same character the longest wins. The text before the match is kept. This
+    depends on the text only, not on where its tokens begin and end.
+
+    Text that may be the beginning of a stop string is held back until it is known not to be one, so
+    no part of the stop string that wins is ever emitted.
+
+    Args:
+        tokenizer: gives the text of the ids.
+        stop: stop strings, none of them empty; may itself be empty.
+
+    Raises:
+        ValueError: `stop` is not a sequence of non-empty strings.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        if isinstance(stop, str) or not isinstance(stop, Sequence):
+            raise ValueError(f"stop: expected a list of strings, got {stop!r:.80}")
+        for index, string in enumerate(stop):
+            if not isinstance(string, str) or not string:
+                raise ValueError(f"stop[{index}]: expected a non-empty string, got {string!r:.80}")
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stop = tuple(stop)
+        self._emitted: list[str] = []
+        self._held = ""
+        self._stopped = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found; from then on nothing is emitted."""
+        return self._stopped
+
+    @property
+    def text(self) -> str:
+        """All text emitted so far."""
+        return "".join(self._emitted)
+
+    def push(self, token_id: int) -> str:
+        """Text that has become certain with this token; possibly empty.
+
+        Raises:
+            TokenizerError: not a token id.
+            RuntimeError: called after `finish`.
+        """
+        return "" if self._stopped else self._scan(self._detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        """The text that was held back, unless a stop string was found or is found in it."""
+        if self._stopped:
+            return ""
+        delta = self._scan(self._detokenizer.finish())
+        rest, self._held = self._held, ""
+        self._emitted.append(rest)
+        return delta + rest
+
+    def _scan(self, new: str) -> str:
+        if not new:
+            return ""
+        text = self._held + new
+        matches = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if matches:
+            self._stopped = True
+            end, self._held = min(matches)[1], ""
+        else:
+            end = len(text) - self._num_held(text)
+            self._held = text[end:]
+        self._emitted.append(text[:end])
+        return text[:end]
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop string begins with."""
+        longest = min(len(text), max(map(len, self._stop), default=1) - 1)
+        lengths = range(longest, 0, -1)
+        return next((n for n in lengths if any(s.startswith(text[-n:]) for s in self._stop)), 0)

@@ -1,0 +1,208 @@
+"""The tokenizer of a Hugging Face model folder: text to token ids and back, and chat prompts."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tbo_jax.text.chat import ChatTemplate, Message, read_chat_template
+from tbo_jax.text.files import TokenizerError, read_json_object
+from tbo_jax.text.special_tokens import add_listed_tokens, read_special_tokens
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` together with its special tokens and its chat template.
+
+    Decoding gives the exact text of the tokens: `clean_up_tokenization_spaces`, which removes
+    spaces that the model wrote, is not applied (nor does transformers apply it to BPE).
+
+    Args:
+        backend: the tokenizer; its truncation and padding are switched off.
+        special_tokens: names such as "bos_token" and "eos_token" with their text.
+        chat_template: jinja2 text, or None.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._special_tokens = dict(special_tokens or {})
+        self._chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self._skipped_tokens = frozenset(token.content for token in added.values() if token.special)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """The tokenizer of a folder with `tokenizer.json`.
+
+        `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.jinja` are read where
+        present. As in transformers 5, `tokenizer.json` alone decides which special tokens `encode`
+        puts around a text (`add_bos_token` and `add_eos_token` of the config do not), and tokens
+        that only `added_tokens_decoder` of the config lists are added.
+
+        Raises:
+            TokenizerError: `tokenizer.json` is missing or corrupt, or another file holds values of
+                the wrong type.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(
+                f"{folder}: no tokenizer.json found; expected a Hugging Face model folder with the "
+                "tokenizer.json of the tokenizers library"
+            )
+        with _library_errors(
+            f"{folder}: tokenizer.json is corrupt; expected a file that the tokenizers library "
+            f"{tokenizers.__version__} can read"
+        ):
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        config = read_json_object(folder / "tokenizer_config.json") or {}
+        token_map = read_json_object(folder / "special_tokens_map.json") or {}
+        special_tokens = read_special_tokens(folder, config, token_map)
+        add_listed_tokens(backend, folder, config)
+        return cls(backend, special_tokens, read_chat_template(folder, config))
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id, added tokens included."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def bos_token(self) -> str | None:
+        """Text of the token that begins a sequence, where the folder names one."""
+        return self._special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """Text of the token that ends a sequence, where the folder names one."""
+        return self._special_tokens.get("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of `eos_token`, or None where there is no such token.
+
+        Raises:
+            TokenizerError: `eos_token` is named but is not in the vocabulary.
+        """
+        if self.eos_token is None:
+            return None
+        token_id = self._backend.token_to_id(self.eos_token)
+        if token_id is None:
+            raise TokenizerError(f"eos_token {self.eos_token!r} is not in the vocabulary")
+        return token_id
+
+    @cached_property
+    def decoder_description(self) -> Mapping[str, Any] | None:
+        """The "decoder" entry of `tokenizer.json`, or None where it has none."""
+        decoder = self._backend.decoder
+        return None if decoder is None else json.loads(decoder.__getstate__())
+
+    def token(self, token_id: int, skip_special_tokens: bool = True) -> str | None:
+        """The vocabulary entry that `decode` sees for an id; None where it skips the id.
+
+        Skipped are ids outside the vocabulary (models pad their vocabulary) and special tokens.
+
+        Raises:
+            TokenizerError: the id is not an integer from 0 to 2**32 - 1.
+        """
+        token = self._backend.id_to_token(_checked_id(token_id))
+        if skip_special_tokens and token in self._skipped_tokens:
+            return None
+        return token
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, never truncated or padded.
+
+        Args:
+            text: any text without lone surrogates.
+            add_special_tokens: let the tokenizer put its special tokens (such as BOS) around it.
+
+        Raises:
+            TokenizerError: `text` is not a str or cannot be written as UTF-8.
+        """
+        if not isinstance(text, str):
+            raise TokenizerError(f"text: expected a str, got {type(text).__name__}")
+        with _library_errors(f"text {text!r:.80} cannot be encoded"):
+            # The library's own message for a lone surrogate is that the text is not a string.
+            text.encode("utf-8")
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids outside the vocabulary have no text.
+
+        Raises:
+            TokenizerError: an id is not an integer from 0 to 2**32 - 1, or the decoder fails.
+        """
+        checked = [_checked_id(token_id) for token_id in ids]
+        with _library_errors("the decoder of tokenizer.json failed"):
+            return self._backend.decode(checked, skip_special_tokens=skip_special_tokens)
+
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """Text of a conversation under the folder's chat template.
+
+        Args:
+            messages: at least one {"role": str, "content": str}.
+            add_generation_prompt: end with the header of an assistant message.
+
+        Raises:
+            TokenizerError: there is no template, it is broken, it refused the messages, or a
+                message has another shape.
+        """
+        return self._compiled_chat_template.render(messages, add_generation_prompt)
+
+    def encode_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation under the folder's chat template.
+
+        The template writes the special tokens itself, so none is added: never a double BOS. As in
+        transformers, a special token written in a message's content becomes that token.
+
+        Raises:
+            TokenizerError: as `render_chat`.
+        """
+        text = self.render_chat(messages, add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _compiled_chat_template(self) -> ChatTemplate:
+        if self._chat_template is None:
+            raise TokenizerError(
+                "this tokenizer has no chat template; expected chat_template.jinja, or "
+                "chat_template in tokenizer_config.json as a string or as a list with an entry "
+                'named "default"'
+            )
+        return ChatTemplate(self._chat_template, self._special_tokens)
+
+
+@contextmanager
+def _library_errors(message: str) -> Iterator[None]:
+    """Turns what the tokenizers library raises, plain Exception or a Rust panic, into our error."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # A panic derives from BaseException and cannot be imported.
+        raise TokenizerError(f"{message}: {error}") from error
+
+
+def _checked_id(token_id: int) -> int:
+    try:
+        value = operator.index(token_id)
+    except TypeError:
+        value = -1
+    if not 0 <= value < 2**32:
+        raise TokenizerError(f"token id: expected an integer from 0 to 2**32 - 1, got {token_id!r}")
+    return value

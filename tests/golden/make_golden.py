@@ -1,0 +1,261 @@
+"""Write tiny Hugging Face checkpoints and the outputs that transformers computes from them.
+
+    python -m venv VENV && VENV/bin/pip install -r tests/golden/requirements.txt
+    VENV/bin/python tests/golden/make_golden.py [CASE ...]      # CPU wheels of torch are enough
+
+Every case becomes a folder tests/golden/data/CASE: an ordinary checkpoint with random weights, and
+golden.npz, which holds, all computed in float32 with eager attention and no cache,
+
+    tokens_i int32 [T], logits_i float32 [T, V]    i = 0..5, one forward of the whole sequence
+    prompt_i int32 [T], greedy_i int32 [16]        i = 0..2, argmax, one full forward per token
+
+A seed is taken only if no choice in it is a near tie (next token, last expert routed to), so that
+another implementation has to agree on all of them, and if no continuation stops or only repeats a
+few tokens. Where a case is named after an option, the script also makes sure that the option moves
+the logits.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors import safe_open
+
+DATA = Path(__file__).parent / "data"
+VOCAB = 160
+LENGTHS = (1, 2, 7, 16, 33, 50)
+PROMPT_LENGTHS = (3, 12, 40)
+NEW_TOKENS = 16
+MIN_TOKEN_GAP = 0.02  # logits, best against second best
+MIN_ROUTER_GAP = 1e-3  # router logits, last expert taken against first one left out
+MIN_DISTINCT = 6  # tokens in a continuation
+MIN_EFFECT = 0.05  # logits, largest change when the option is taken away
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=80, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, hidden_act="silu", max_position_embeddings=128,
+    rms_norm_eps=1e-5, rope_theta=10000.0, rope_scaling=None, tie_word_embeddings=False,
+    attention_dropout=0.0, initializer_range=0.02, use_cache=True, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+LLAMA = COMMON | dict(
+    model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False, mlp_bias=False
+)
+# Hidden size 48 makes head_dim (16) differ from hidden_size / num_attention_heads (12), as it does
+# in published Qwen3 checkpoints.
+QWEN3 = COMMON | dict(
+    model_type="qwen3", architectures=["Qwen3ForCausalLM"], hidden_size=48, head_dim=16,
+    rms_norm_eps=1e-6, rope_theta=1000000.0, attention_bias=False, tie_word_embeddings=True,
+    use_sliding_window=False, sliding_window=None, max_window_layers=2,
+)  # fmt: skip
+QWEN3_MOE = QWEN3 | dict(
+    model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], tie_word_embeddings=False,
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True,
+    decoder_sparse_step=1, mlp_only_layers=[], output_router_logits=False,
+    router_aux_loss_coef=0.001,
+)  # fmt: skip
+# Dense layers 0 and 2 by decoder_sparse_step, layer 1 by mlp_only_layers; layer 3 has experts.
+QWEN3_MOE_MIXED = QWEN3_MOE | dict(
+    num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[1], norm_topk_prob=False,
+    intermediate_size=48,
+)  # fmt: skip
+MIXTRAL = COMMON | dict(
+    model_type="mixtral", architectures=["MixtralForCausalLM"], intermediate_size=32,
+    rope_theta=1000000.0, num_local_experts=8, num_experts_per_tok=2, output_router_logits=False,
+    router_aux_loss_coef=0.02, sliding_window=None,
+)  # fmt: skip
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+# "type" is the key that older checkpoints have in place of "rope_type".
+LINEAR = dict(type="linear", factor=4.0)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+YARN_FULL = YARN | dict(
+    beta_fast=8.0, beta_slow=0.5, mscale=1.0, mscale_all_dim=0.5, truncate=False
+)
+
+
+def tied_llama(**options: Any) -> dict[str, Any]:
+    return LLAMA | dict(tie_word_embeddings=True) | options
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fixture; `without` holds the config entries that take its option away."""
+
+    config: dict[str, Any]
+    without: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16  # of the stored weights
+    shard_size: str = "1GB"
+    # Keys of config.json: 4 = rope_theta, rope_scaling, torch_dtype, num_experts, as in most
+    # published checkpoints; 5 = rope_parameters, dtype, num_local_experts, as transformers 5 saves.
+    style: int = 4
+
+
+NO_SCALING = dict(rope_scaling=None)
+NO_BIAS = dict(attention_bias=False, mlp_bias=False)
+CASES = {
+    "llama": Case(LLAMA, dtype=torch.float32),
+    "llama_tied_bf16": Case(tied_llama(head_dim=16)),
+    "llama_bias": Case(LLAMA | dict(attention_bias=True, mlp_bias=True), NO_BIAS),
+    "llama_rope_llama3": Case(
+        tied_llama(rope_scaling=LLAMA3, eos_token_id=[2, 3]), NO_SCALING, style=5
+    ),
+    "llama_rope_linear": Case(tied_llama(rope_scaling=LINEAR), NO_SCALING),
+    "llama_rope_yarn": Case(tied_llama(rope_scaling=YARN_FULL), dict(rope_scaling=YARN)),
+    "llama_sharded": Case(LLAMA, shard_size="60KB"),
+    "qwen3": Case(QWEN3, style=5),
+    "qwen3_rope_yarn": Case(QWEN3 | dict(rope_scaling=YARN), NO_SCALING),
+    "qwen3_moe": Case(QWEN3_MOE, dict(norm_topk_prob=False), shard_size="80KB"),
+    "qwen3_moe_mixed": Case(QWEN3_MOE_MIXED, dict(norm_topk_prob=True), style=5),
+    "mixtral": Case(MIXTRAL),
+}
+
+
+class UnfitSeedError(Exception):
+    """The seed led to a choice that rounding could turn, a stop token, or a dull continuation."""
+
+
+def build(config: dict[str, Any]) -> Any:
+    """An untrained float32 model of `config`, on the plain code paths of transformers."""
+    made = transformers.AutoConfig.for_model(**copy.deepcopy(config))
+    return transformers.AutoModelForCausalLM.from_config(
+        made, dtype=torch.float32, **plain(config)
+    ).eval()
+
+
+def plain(config: dict[str, Any]) -> dict[str, str]:
+    moe = "num_experts_per_tok" in config
+    return dict(attn_implementation="eager") | (dict(experts_implementation="eager") if moe else {})
+
+
+@torch.no_grad()
+def randomize(model: Any, generator: torch.Generator, stored: torch.dtype) -> None:
+    """Random weights, rounded to the dtype that they are stored in."""
+    for name, weight in sorted(model.named_parameters()):
+        noise = torch.randn(weight.shape, generator=generator)
+        if "norm" in name:
+            value = 1 + 0.25 * noise
+        elif name.endswith("bias") or name.endswith("mlp.gate.weight"):
+            value = 0.3 * noise
+        else:
+            value = 0.15 * noise
+        weight.copy_(value.to(stored))
+
+
+@torch.no_grad()
+def forward(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Logits [T, V] of `tokens` [T]; UnfitSeedError if the choice of experts is a near tie."""
+    routed = getattr(model.config, "num_experts_per_tok", 0)
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    out = model(
+        input_ids=ids, use_cache=False, **(dict(output_router_logits=True) if routed else {})
+    )
+    for router_logits in out.router_logits if routed else ():
+        ranked = router_logits.sort(dim=-1, descending=True).values
+        if (ranked[:, routed - 1] - ranked[:, routed]).min() < MIN_ROUTER_GAP:
+            raise UnfitSeedError
+    logits: np.ndarray = out.logits[0].numpy()
+    return logits
+
+
+def greedy(model: Any, prompt: np.ndarray, stop: set[int]) -> np.ndarray:
+    """`NEW_TOKENS` argmax tokens after `prompt`."""
+    tokens = prompt
+    for _ in range(NEW_TOKENS):
+        last = forward(model, tokens)[-1]
+        second, best = np.sort(last)[-2:]
+        if best - second < MIN_TOKEN_GAP or int(last.argmax()) in stop:
+            raise UnfitSeedError
+        tokens = np.append(tokens, np.int32(last.argmax()))
+    if len(set(tokens[len(prompt) :].tolist())) < MIN_DISTINCT:
+        raise UnfitSeedError
+    return tokens[len(prompt) :]
+
+
+def compute(case: Case, name: str, seed: int) -> tuple[Any, dict[str, np.ndarray]]:
+    """The model of this seed and the arrays of golden.npz."""
+    number = zlib.crc32(name.encode()) + seed
+    model = build(case.config)
+    randomize(model, torch.Generator().manual_seed(number), case.dtype)
+    rng = np.random.default_rng(number)
+    arrays: dict[str, np.ndarray] = {}
+    for i, length in enumerate(LENGTHS):
+        arrays[f"tokens_{i}"] = rng.integers(4, VOCAB, length, dtype=np.int32)
+        arrays[f"logits_{i}"] = forward(model, arrays[f"tokens_{i}"])
+    stop = set(np.atleast_1d(case.config["eos_token_id"]).tolist())
+    for i, length in enumerate(PROMPT_LENGTHS):
+        arrays[f"prompt_{i}"] = rng.integers(4, VOCAB, length, dtype=np.int32)
+        arrays[f"greedy_{i}"] = greedy(model, arrays[f"prompt_{i}"], stop)
+    return model, arrays
+
+
+def save(case: Case, model: Any, folder: Path) -> None:
+    """Write the checkpoint: per-expert tensors, and config.json in the style of the case."""
+    shutil.rmtree(folder, ignore_errors=True)
+    # A copy, because the cast also rounds the rotary frequencies of the model.
+    copy.deepcopy(model).to(case.dtype).save_pretrained(folder, max_shard_size=case.shard_size)
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "numpy") as tensors:
+            fused = [k for k in tensors.keys() if len(tensors.get_slice(k).get_shape()) > 2]  # noqa: SIM118
+        assert not fused, f"{file}: fused experts {fused}"
+    if case.style == 4:
+        config = case.config | dict(torch_dtype=str(case.dtype).removeprefix("torch."))
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def check(case: Case, model: Any, arrays: dict[str, np.ndarray], folder: Path) -> str:
+    """Reload the folder and compare; say how far the logits move without the option of the case."""
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, **plain(case.config)
+    ).eval()
+    for i in range(len(LENGTHS)):
+        # Not bit for bit: torch's matrix product depends on how the weights lie in memory.
+        np.testing.assert_allclose(
+            forward(again, arrays[f"tokens_{i}"]), arrays[f"logits_{i}"], rtol=0, atol=2e-5
+        )
+    if not case.without:
+        return ""
+    other = build(case.config | case.without)
+    other.load_state_dict(model.state_dict(), strict=False)
+    i = LENGTHS.index(max(LENGTHS))
+    try:
+        moved = np.abs(forward(other, arrays[f"tokens_{i}"]) - arrays[f"logits_{i}"]).max()
+    except UnfitSeedError:
+        return "the option moves the routing"
+    assert moved > MIN_EFFECT, f"{folder.name}: {case.without} moves logits by {moved} only"
+    return f"the option moves logits by {moved:.2f}"
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)  # one order of summation, whatever the machine
+    transformers.utils.logging.disable_progress_bar()
+    for name in names or CASES:
+        case, folder = CASES[name], DATA / name
+        for seed in range(200):
+            try:
+                model, arrays = compute(case, name, seed)
+                break
+            except UnfitSeedError:
+                continue
+        else:
+            raise SystemExit(f"{name}: no seed fits")
+        save(case, model, folder)
+        np.savez_compressed(folder / "golden.npz", **arrays)
+        effect = check(case, model, arrays, folder)
+        size = sum(f.stat().st_size for f in folder.iterdir()) / 1000
+        print(f"{name:20} {size:6.1f} kB  seed {seed:3}  {effect}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
