@@ -1,8 +1,8 @@
-"""From logits to tokens: greedy, or temperature, top-k, top-p and min-p, one random stream a request.
+"""From logits to tokens: greedy, or temperature, top-k, top-p and min-p, one stream a request.
 
 Nothing here sorts the vocabulary. A filter keeps the tokens from some logit upwards, and that logit
-is found by bisection over the bit patterns of float32, mapped to integers of the same order: 32 passes
-find it exactly, in a fraction of the time that XLA:CPU needs for a sort.
+is found by bisection over the bit patterns of float32, mapped to integers of the same order: 32
+passes find it exactly, in a fraction of the time that XLA:CPU needs for a sort.
 """
 
 from __future__ import annotations
@@ -76,15 +76,16 @@ def sample(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
     """Draw one token a row: logits [B, V], any float type, computed on in float32 -> [B] int32.
 
     Temperature, then top-k, then top-p over the renormalised rest, then min-p. Tokens that tie with
-    the last one kept by top-k or top-p are all kept. The draw is Gumbel-max with a threefry key made
-    of the row's seed and step only, so that a request gets the same tokens in any row of any batch.
+    the last one kept by top-k or top-p are all kept. The draw is Gumbel-max with a threefry key of
+    the row's seed and step only, so that a request gets the same tokens in any row of any batch.
 
-    Logits may be -inf (a token that is ruled out), not NaN or +inf, and one of a row must be finite.
+    Logits may be -inf (a token ruled out), not NaN or +inf, and one of a row must be finite.
     Rows are independent; with rows over several devices call it inside `jax.shard_map`, or the
     tests that skip unused filters become all-reduces.
     """
     draw = jnp.any(inputs.temperature >= _TINY)
-    return lax.cond(draw, _draw, lambda logits, _: greedy(logits), logits, inputs)
+    tokens: jax.Array = lax.cond(draw, _draw, lambda logits, _: greedy(logits), logits, inputs)
+    return tokens
 
 
 def kept_tokens(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
@@ -137,7 +138,8 @@ def _weigh(logits: jax.Array, inputs: SamplingInputs) -> tuple[jax.Array, jax.Ar
 
     def nucleus() -> jax.Array:
         mass = _integer_mass(jnp.where(order >= least_k[:, None], weight, 0.0))
-        target = inputs.top_p * _sum(mass).astype(jnp.float32)
+        # top_p may round to 0. The best token's mass is at least 1, so that it is kept even then.
+        target = jnp.maximum(inputs.top_p * _sum(mass).astype(jnp.float32), 1.0)
 
         def enough(least: jax.Array) -> jax.Array:
             kept = _sum(jnp.where(order >= least[:, None], mass, 0))
@@ -170,7 +172,8 @@ def _greatest(enough: Callable[[jax.Array], jax.Array], low: jax.Array) -> jax.A
 
     # A fixed number of passes: one that ends when every row is done would make rows on other
     # devices wait in each.
-    return lax.fori_loop(0, 32, halve, (low, jnp.full_like(low, _HIGHEST)))[0]
+    greatest: jax.Array = lax.fori_loop(0, 32, halve, (low, jnp.full_like(low, _HIGHEST)))[0]
+    return greatest
 
 
 def _integer_mass(weight: jax.Array) -> jax.Array:

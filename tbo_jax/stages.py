@@ -56,8 +56,12 @@ class Layer(Protocol):
 class Cache(Protocol):
     """Key/value cache of all layers, as `run_layers` threads it."""
 
-    def layer(self, index: Any) -> Any:
-        """The view of layer `index`, which is traced when layers are scanned."""
+    def layer(self, index: Any, after: Any = None) -> Any:
+        """The view of layer `index` (traced when layers are scanned).
+
+        With several micro-batches `after` is what the latest compute gave: the view must not be
+        written before that compute has read its own.
+        """
 
     def with_layer(self, index: Any, view: Any) -> Cache:
         """The cache with layer `index` replaced by its updated view."""
@@ -155,9 +159,10 @@ def _run_layer(layer, previous, index, lanes: list[_Lane], cache, after):
         for lane in lanes:
             if number == 0 and previous is not None and lane is lanes[-1]:
                 _finish_layer(previous, lanes)  # in flight beside the first lane's compute
-            view = None if cache is None else cache.layer(index)
+            after = after if pinned else None
+            view = None if cache is None else cache.layer(index, after)
             inputs = (lane.carry, lane.received, view)
-            if pinned and after is not None:
+            if after is not None:
                 inputs, _ = optimization_barrier((inputs, after))
             carry, received, view = inputs
             if number == 0 and previous is not None:
@@ -195,7 +200,8 @@ def _run_scanned(layers: StackedLayers, lanes: list[_Lane], cache):
         for lane, carry, got in zip(lanes, carries, [*received, None], strict=True):
             lane.carry, lane.received = carry, got
         lanes[-1].outgoing = outgoing
-        cache, _ = _run_layer(layers[index], layers[index - 1], index, lanes, cache, None)
+        after = (lanes[-1].carry, outgoing)
+        cache, _ = _run_layer(layers[index], layers[index - 1], index, lanes, cache, after)
         return _loop_state(lanes, cache), None
 
     if len(layers) == 1:
