@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tbo_jax.sampling_params
 from tbo_jax.sampling import SamplingInputs, greedy, kept_tokens, sample
 from tbo_jax.sampling_params import MAX_SEED, SamplingParams
 
@@ -36,7 +38,8 @@ def reference_kept(
         order = np.sort(scaled[keep])[::-1]
         mass = np.cumsum(np.exp(order - order[0])) / weight[keep].sum()
         keep &= scaled >= order[np.searchsorted(mass, top_p)]
-    return keep & (weight >= min_p)
+    likely: np.ndarray = keep & (weight >= min_p)
+    return likely
 
 
 # Parameters
@@ -72,12 +75,16 @@ def test_parameters_are_normalised() -> None:
 
 
 def test_parameters_do_not_import_jax() -> None:
-    code = "import sys, tbo_jax.sampling_params; sys.exit('jax' in sys.modules)"
-    # Run under an empty stand-in for the package, whose own __init__ may import more.
-    stand_in = "import types, pathlib, sys; package = types.ModuleType('tbo_jax'); "
-    stand_in += "package.__path__ = [str(pathlib.Path('tbo_jax').absolute())]; "
-    stand_in += "sys.modules['tbo_jax'] = package\n"
-    subprocess.run([sys.executable, "-c", stand_in + code], check=True)
+    # Under an empty stand-in for the package, whose own __init__ may import more.
+    folder = str(Path(tbo_jax.sampling_params.__file__).parent)
+    code = f"""
+import sys, types
+package = sys.modules["tbo_jax"] = types.ModuleType("tbo_jax")
+package.__path__ = [{folder!r}]
+import tbo_jax.sampling_params
+sys.exit("jax" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_rows_are_padded_with_greedy_ones() -> None:

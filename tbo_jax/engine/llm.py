@@ -1,0 +1,274 @@
+"""`LLM`: a checkpoint, ready to generate."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tbo_jax.checkpoint.hub import resolve_model
+from tbo_jax.checkpoint.load import load_model, read_config
+from tbo_jax.config import OverlapConfig
+from tbo_jax.engine.engine import Engine, TokenEvent
+from tbo_jax.engine.request import FinishReason
+from tbo_jax.layers.config import DecoderConfig
+from tbo_jax.moe.exchange import Transport
+from tbo_jax.progress import progress_bar
+from tbo_jax.runner import CacheConfig, ModelRunner, kv_bytes_per_page
+from tbo_jax.sampling_params import SamplingParams
+from tbo_jax.sharding import make_mesh
+from tbo_jax.text import Tokenizer, end_of_sequence_ids
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, token ids, or chat messages
+DTYPES: dict[str, Any] = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+CPU_CACHE_BYTES = 1 << 30  # default size of the key/value caches of all CPU devices together
+ACCELERATOR_CACHE_SHARE = 0.9  # of the memory that the weights leave free
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a prompt gave. With `finish_reason` "error" `error` says why, and the rest is empty."""
+
+    prompt: Prompt
+    prompt_token_ids: list[int]
+    token_ids: list[int]  # generated, without the end-of-sequence token
+    text: str
+    finish_reason: FinishReason
+    error: str | None = None
+
+
+class LLM:
+    """A language model with its tokenizer, compiled and ready to generate.
+
+    Experts are sharded over all devices, attention is data-parallel over them.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        devices: int | None = None,
+        dtype: Literal["bfloat16", "float32"] | None = None,
+        overlap: OverlapConfig | None = None,
+        max_context: int | None = None,
+        max_sequences: int = 16,
+        max_tokens: int = 256,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        scanned: bool = False,
+        transport: Transport = "all_to_all",
+        compilation_cache: bool = True,
+        show_progress: bool = False,
+    ):
+        """Load and compile.
+
+        Args:
+            model: a Hugging Face folder, or the id of a model on the hub.
+            devices: how many devices to use; default all. On CPU that many are made, unless JAX is
+                in use already.
+            dtype: of weights and compute; default float32 on CPU, bfloat16 elsewhere.
+            overlap: two-batch overlap; default `OverlapConfig.from_env()` (`USE_TBO`).
+            max_context: most tokens of a request, prompt and generated together; default what the
+                model was made for, as far as the cache holds it.
+            max_sequences: most sequences of one step on one device; further ones wait.
+            max_tokens: most tokens of one step on one device; longer prompts are cut in chunks.
+            page_size: tokens of one page of the key/value cache.
+            num_pages: pages of each device; default what `max_sequences` full contexts need, within
+                1 GiB on CPU and 90 % of the free memory on an accelerator.
+            scanned: one loop over stacked layers instead of unrolled ones: compiles in a fraction
+                of the time, and copies each layer's weights in every step on CPU and GPU.
+            transport: of the expert exchange.
+            compilation_cache: keep compiled programs in the user's cache folder, unless JAX is
+                configured to keep them elsewhere already.
+            show_progress: bars on stderr while loading and compiling.
+
+        Raises:
+            ValueError: something is wrong with the checkpoint (`CheckpointError`), the tokenizer
+                (`TokenizerError`), an argument, or `USE_TBO`.
+        """
+        self.overlap = OverlapConfig.from_env() if overlap is None else overlap
+        for name, value in {"max_sequences": max_sequences, "page_size": page_size}.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if max_tokens < max_sequences:
+            raise ValueError(
+                f"max_tokens is {max_tokens}: expected at least max_sequences, {max_sequences}"
+            )
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not supported: expected {' or '.join(DTYPES)}")
+        if compilation_cache:
+            use_compilation_cache()
+        self.folder = resolve_model(os.fspath(model))
+        self.mesh = _make_devices(devices)
+        platform = self.mesh.devices.flat[0].platform
+        chosen = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
+        config, _ = read_config(self.folder, chosen)
+        if max_context is not None and not 2 <= max_context <= config.max_position_embeddings:
+            raise ValueError(
+                f"max_context {max_context} is out of range: expected 2 to "
+                f"{config.max_position_embeddings}, the model's max_position_embeddings"
+            )
+        self.tokenizer = Tokenizer.from_folder(self.folder)
+        end_of_sequence = end_of_sequence_ids(self.folder, self.tokenizer)
+
+        start = time.perf_counter()
+        with progress_bar("loading", show_progress) as update:
+            weights = load_model(
+                self.folder, mesh=self.mesh, dtype=chosen, scanned=scanned, progress=update
+            )
+        self.load_seconds = time.perf_counter() - start
+        longest = config.max_position_embeddings if max_context is None else max_context
+        if num_pages is None:
+            num_pages = _default_pages(config, self.mesh, page_size, max_sequences, longest)
+        longest = min(longest, (num_pages - 1) * page_size)
+        runner = ModelRunner(
+            weights,
+            CacheConfig(num_pages, page_size, -(-longest // page_size), max_tokens),
+            mesh=self.mesh,
+            overlap=self.overlap,
+            transport=transport,
+        )
+        self.engine = Engine(
+            runner,
+            self.tokenizer,
+            end_of_sequence,
+            max_sequences=max_sequences,
+            max_context=longest,
+        )
+        with progress_bar("compiling", show_progress) as update:
+            self.engine.warm_up(update)
+        self._generate_seconds = 0.0
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_token: Callable[[int, TokenEvent], None] | None = None,
+    ) -> list[Completion]:
+        """Generate for all prompts, batched continuously.
+
+        Args:
+            prompts: texts, token-id lists, or chats (lists of {"role", "content"}).
+            params: for all, or one for each; default greedy.
+            on_token: called with (index of the prompt, `TokenEvent`) for each token as it comes.
+
+        Returns:
+            One `Completion` per prompt, in order. A prompt that cannot run (empty, too long, ...)
+            gives one with an error and does not disturb the others.
+
+        Raises:
+            ValueError: `params` of another number than `prompts`.
+        """
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(prompts)
+        else:
+            each = list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(each)} SamplingParams")
+        done: dict[int, Completion] = {}
+        index_of: dict[int, int] = {}
+        start = time.perf_counter()
+        try:
+            for index, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
+                try:
+                    index_of[self.engine.add(self.encode(prompt), wanted)] = index
+                except ValueError as error:
+                    done[index] = Completion(prompt, [], [], "", "error", str(error))
+            while self.engine.has_work:
+                for event in self.engine.step():
+                    index = index_of[event.request_id]
+                    if event.finish_reason is not None:
+                        done[index] = self._complete(event.request_id, prompts[index])
+                        del index_of[event.request_id]
+                    if on_token is not None:
+                        on_token(index, event)
+        finally:
+            for request_id in index_of:  # not empty only when something was raised
+                self.engine.abort(request_id)
+            self._generate_seconds += time.perf_counter() - start
+        self.engine.check()
+        return [done[index] for index in range(len(prompts))]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt.
+
+        Raises:
+            ValueError: it is of no known kind, or a chat that the template refuses.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        items = list(prompt)
+        if items and all(isinstance(item, Mapping) for item in items):
+            return self.tokenizer.encode_chat(items)  # type: ignore[arg-type]
+        if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+            return items  # type: ignore[return-value]
+        raise ValueError("a prompt is a text, a list of token ids, or a list of chat messages")
+
+    @property
+    def statistics(self) -> dict[str, Any]:
+        """Counts and times since this object was made, seconds and tokens."""
+        stats, seconds = self.engine.statistics, self._generate_seconds
+        rate = stats.generated_tokens / seconds if seconds else 0.0
+        return {
+            "use_tbo": int(self.overlap.enabled),
+            **asdict(stats),
+            "preemptions": self.engine.scheduler.statistics.preemptions,
+            "seconds": seconds,
+            "tokens_per_second": rate,
+            "load_seconds": self.load_seconds,
+            "devices": self.mesh.size,
+            "platform": self.mesh.devices.flat[0].platform,
+        }
+
+    def _complete(self, request_id: int, prompt: Prompt) -> Completion:
+        request, text = self.engine.pop(request_id)
+        tokens = request.generated_token_ids
+        ended = tokens and tokens[-1] in self.engine.end_of_sequence
+        if ended and not request.params.ignore_eos:
+            tokens = tokens[:-1]
+        reason = request.finish_reason or "error"
+        return Completion(prompt, list(request.prompt_token_ids), tokens, text, reason)
+
+
+def use_compilation_cache() -> None:
+    """Have JAX keep compiled programs in the user's cache folder, if nothing else is configured."""
+    if jax.config.jax_compilation_cache_dir is None:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(root / "tbo_jax" / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _make_devices(count: int | None) -> Mesh:
+    if count is not None and count >= 1:
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:  # JAX is in use already: the devices are what they are
+            return make_mesh(count)
+    return make_mesh(count)
+
+
+def _default_pages(
+    config: DecoderConfig, mesh: Mesh, page_size: int, max_sequences: int, max_context: int
+) -> int:
+    """Pages for `max_sequences` full contexts, or as many as there is memory for."""
+    device = mesh.devices.flat[0]
+    memory = device.memory_stats() if device.platform != "cpu" else None
+    if memory and "bytes_limit" in memory:
+        budget = (memory["bytes_limit"] - memory["bytes_in_use"]) * ACCELERATOR_CACHE_SHARE
+    else:
+        budget = CPU_CACHE_BYTES / mesh.size
+    wanted = max_sequences * -(-max_context // page_size) + 1
+    affordable = int(budget // kv_bytes_per_page(config, page_size))
+    if affordable < 2:
+        raise ValueError(
+            f"no memory for the key/value cache: {budget / 2**20:.0f} MiB hold no 2 pages of "
+            f"{page_size} tokens; take fewer tokens a page, or more devices"
+        )
+    return min(wanted, affordable)
