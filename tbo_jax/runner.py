@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -156,7 +157,10 @@ class ModelRunner:
         """The compiled step of a bucket, from the cache of this runner if it is there."""
         key = (bucket, self.micro_batches(bucket))
         if key not in self._compiled:
-            self._compiled[key] = self.lower(bucket).compile()
+            with warnings.catch_warnings():
+                # A buffer that cannot be updated in place would be copied whole in every step.
+                warnings.filterwarnings("error", message="Some donated buffers were not usable")
+                self._compiled[key] = self.lower(bucket).compile()
         return self._compiled[key]
 
     def lower(self, bucket: Bucket) -> jax.stages.Lowered:

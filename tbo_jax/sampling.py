@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.random import threefry_2x32
 
 from tbo_jax.sampling_params import SamplingParams
 
@@ -98,7 +99,10 @@ def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
 
     def random_bits(seed: jax.Array, step: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), step)
-        return jax.random.bits(key, weight.shape[-1:], jnp.uint32)
+        # jax.random.bits would hash twice as often, and depend on a process-wide flag.
+        counter = lax.iota(jnp.uint32, weight.shape[-1])
+        hashed: jax.Array = threefry_2x32(jax.random.key_data(key), counter)
+        return hashed
 
     bits = jax.vmap(random_bits)(jnp.asarray(inputs.seed), jnp.asarray(inputs.step))
     # Gumbel-max, argmax(log w + G) with G = -log E and E exponential, written as argmax(w / E). A

@@ -1,0 +1,227 @@
+"""Decode with a Hugging Face checkpoint, with or without two-batch overlap.
+
+    python examples/decode.py --model DIR_OR_HUB_ID --prompt "In the beginning"
+    USE_TBO=1 python examples/decode.py --devices 4 --prompt "And it came to pass" --json
+
+Text streams as it comes: of several prompts, which are decoded together, the first unfinished one
+streams and the others follow in order. With --json one object per prompt is printed in the order
+given, then one with statistics. Exit status: 0, 1 if a prompt could not run, 2 if nothing could.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from tbo_jax import LLM, Completion, SamplingParams, TokenEvent
+from tbo_jax.progress import progress_bar
+
+BUNDLED = Path(__file__).parent / "kjv-moe"
+MOST_SEQUENCES = 16  # of one step on one device; further prompts wait their turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Command line of decode.py."""
+
+    model: str = str(BUNDLED)
+    """Hugging Face folder, or id of a model on the hub. Default: the bundled one."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to continue; repeat for several prompts."""
+    prompts_file: Path | None = None
+    """File with a prompt per line, after those of --prompt; empty lines are passed over."""
+    chat: bool = False
+    """Each prompt is a user's message, put into the model's chat template."""
+    max_new_tokens: int = 128
+    """Most tokens to generate for a prompt."""
+    temperature: float = 0.0
+    """0 is greedy decoding."""
+    top_k: int = 0
+    """Sample among the K most probable tokens; 0 is off."""
+    top_p: float = 1.0
+    """Sample among the most probable tokens that reach this mass; 1 is off."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this fraction of the best one's; 0 is off."""
+    seed: int | None = None
+    """Prompt i samples with seed SEED + i; default: a random one."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a generation."""
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """Of weights and compute; default float32 on CPU, bfloat16 elsewhere."""
+    devices: int | None = None
+    """On CPU that many devices are made (default 1); on GPU and TPU the first N (default all)."""
+    max_context: int | None = None
+    """Most tokens of prompt and text together; default the model's, as far as memory goes."""
+    page_size: int = 16
+    """Tokens of a page of the key/value cache."""
+    scanned: bool = False
+    """One loop over stacked layers: compiles in a fraction of the time, decodes slower."""
+    json: bool = False
+    """Print JSON lines instead of text."""
+    quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
+    """No progress and no statistics on stderr."""
+
+
+class OrderedStream:
+    """Prints the texts of prompts that are decoded together one after another, each as it comes."""
+
+    def __init__(self, prompts: Sequence[str]):
+        self.prompts = prompts
+        self.waiting = [""] * len(prompts)
+        self.finished = [False] * len(prompts)
+        self.current = -1
+        self._next()
+
+    def push(self, index: int, event: TokenEvent) -> None:
+        """A token of prompt `index`."""
+        self.waiting[index] += event.text
+        if event.finish_reason is not None:
+            self.finish(index)
+        self._flush()
+
+    def finish(self, index: int) -> None:
+        """No more text comes for prompt `index`."""
+        self.finished[index] = True
+
+    def _flush(self) -> None:
+        while self.current < len(self.prompts):
+            self._write(self.waiting[self.current])
+            self.waiting[self.current] = ""
+            if not self.finished[self.current]:
+                return
+            self._write("\n")
+            self._next()
+
+    def _next(self) -> None:
+        self.current += 1
+        if self.current < len(self.prompts):
+            gap = "\n" if self.current else ""
+            self._write(f"{gap}>>> {self.prompts[self.current]}\n")
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def read_prompts(args: Arguments) -> list[str]:
+    """The prompts of the command line, then those of the file.
+
+    Raises:
+        ValueError: there is none, or the file cannot be read.
+    """
+    prompts = list(args.prompt)
+    if args.prompts_file is not None:
+        try:
+            lines = args.prompts_file.read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompts-file {args.prompts_file}: {error}") from error
+        prompts += [line for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError("nothing to decode: give --prompt TEXT or --prompts-file FILE")
+    return prompts
+
+
+def sampling_params(args: Arguments, count: int) -> list[SamplingParams]:
+    """One for each of `count` prompts."""
+    return [
+        SamplingParams(
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            seed=None if args.seed is None else args.seed + i,
+            stop=args.stop,
+        )
+        for i in range(count)
+    ]
+
+
+def print_json(prompts: Sequence[str], completions: Sequence[Completion], llm: LLM) -> None:
+    """One object per prompt, then the statistics."""
+    for prompt, done in zip(prompts, completions, strict=True):
+        row: dict[str, Any] = {
+            "prompt": prompt,
+            "text": done.text,
+            "prompt_token_ids": done.prompt_token_ids,
+            "token_ids": done.token_ids,
+            "finish_reason": done.finish_reason,
+        }
+        if done.error is not None:
+            row["error"] = done.error
+        print(json.dumps(row, ensure_ascii=False))
+    print(json.dumps({"stats": llm.statistics}))
+
+
+def decode(args: Arguments) -> int:
+    """Run the command; returns the exit status."""
+    prompts = read_prompts(args)
+    params = sampling_params(args, len(prompts))
+    devices = 1 if args.devices is None else args.devices
+    llm = LLM(
+        args.model,
+        devices=args.devices,
+        dtype=args.dtype,
+        max_context=args.max_context,
+        max_sequences=min(MOST_SEQUENCES, -(-len(prompts) // max(devices, 1))),
+        page_size=args.page_size,
+        scanned=args.scanned,
+        show_progress=not args.quiet,
+    )
+    inputs: list[Any] = list(prompts)
+    if args.chat:
+        inputs = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    if args.json:
+        most = sum(p.max_new_tokens for p in params)
+        with progress_bar("decoding", not args.quiet) as update:
+            done = 0
+
+            def count(index: int, event: TokenEvent) -> None:
+                nonlocal done
+                done += 1
+                update(done, most)
+
+            completions = llm.generate(inputs, params, count)
+        print_json(prompts, completions, llm)
+    else:
+        stream = OrderedStream(prompts)
+        completions = llm.generate(inputs, params, stream.push)
+    failed = [(i, c.error) for i, c in enumerate(completions) if c.error is not None]
+    for index, error in failed:
+        print(f"decode.py: prompt {index}: {error}", file=sys.stderr)
+    if not args.quiet:
+        print(summary(llm.statistics), file=sys.stderr)
+    return 1 if failed else 0
+
+
+def summary(stats: dict[str, Any]) -> str:
+    """One line for people."""
+    return (
+        f"[{stats['generated_tokens']} tokens in {stats['seconds']:.2f} s, "
+        f"{stats['tokens_per_second']:.1f} tokens/s; {stats['steps']} steps, "
+        f"{stats['steps_split']} split, USE_TBO={stats['use_tbo']}; "
+        f"{stats['devices']} {stats['platform']} device(s); "
+        f"compiled in {stats['compile_seconds']:.1f} s]"
+    )
+
+
+def main() -> int:
+    args = tyro.cli(Arguments, description=__doc__)
+    try:
+        return decode(args)
+    except ValueError as error:
+        print(f"decode.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

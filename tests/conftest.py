@@ -1,0 +1,30 @@
+"""The world all tests run in: several CPU devices, strict dtype promotion, no programs on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import pytest
+from jax import monitoring
+
+# Before the first use of a backend, hence at import.
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.fixture
+def compilations() -> Iterator[Callable[[], int]]:
+    """Gives the number of programs that XLA compiled since the test began."""
+    count = 0
+
+    def listen(event: str, duration: float, **kwargs: Any) -> None:
+        nonlocal count
+        count += event == "/jax/core/compile/backend_compile_duration"
+
+    monitoring.register_event_duration_secs_listener(listen)
+    yield lambda: count
+    monitoring.unregister_event_duration_listener(listen)
