@@ -12,8 +12,8 @@ Below is an ordinary mixture-of-experts block. Written in one `__call__` it woul
     returned = all_to_all(results)      # everybody waits
     x = x + unpack(returned)
 
-To overlap it, cut the method where it communicates. What stands before a communication becomes the
-compute of a stage, the communication its second half, and what follows the last one becomes `merge`.
+To overlap it, cut the method where it communicates. What stands before a communication becomes
+the compute of a stage, the communication its second half, and what follows the last one `merge`.
 `run_layers` does the rest: with one micro-batch it runs the block as written, with two it runs
 A.attend, B.attend, A.experts, B.experts, ... so that each all-to-all of A travels while B computes.
 """

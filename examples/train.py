@@ -3,8 +3,8 @@
     python examples/train.py --out models-out/kjv            # King James Version, from Debian
     python examples/train.py --out DIR --source BOOK.txt     # your own text
 
-The layers are the ones that decode: `run_layers` runs the same stages, with dense attention in place
-of the paged cache. Interrupt it at will: the same command resumes from the last saved step.
+The layers are the ones that decode: `run_layers` runs the same stages, with dense attention in
+place of the paged cache. Interrupt it at will: the same command resumes from the last saved step.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.numpy import load_file, save_file
+from tbo_jax.models import find_architecture
 
 from tbo_jax.checkpoint.save import save_model
 from tbo_jax.layers.config import HfConfig
 from tbo_jax.layers.context import DenseAttention, LayerContext
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.rotary import rotary_table
-from tbo_jax.models import find_architecture
 from tbo_jax.moe.exchange import LocalExchange
 from tbo_jax.stages import run_layers
 
@@ -200,8 +200,9 @@ def main(args: Arguments) -> None:
     log = (state_dir / "log.jsonl").open("a")
     best = [np.asarray(b) for b in _take(batches(validation, args.batch, args.length, 1), 4)]
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=args.quiet) as bar:
+    count_column = TextColumn("{task.completed}/{task.total}")
+    columns = (TextColumn("{task.description}"), BarColumn(), count_column, TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=args.quiet) as bar:
         task = bar.add_task("compiling", total=args.steps, completed=start)
         clock, losses = time.perf_counter(), []
         for step in range(start, args.steps):
@@ -211,7 +212,8 @@ def main(args: Arguments) -> None:
                 mean = float(np.mean(jax.device_get(losses)))  # waits for the steps
                 seconds = time.perf_counter() - clock
                 speed = len(losses) * args.batch * args.length / seconds
-                bar.update(task, completed=step + 1, description=f"loss {mean:.3f} {speed:,.0f} tok/s")
+                text = f"loss {mean:.3f} {speed:,.0f} tok/s"
+                bar.update(task, completed=step + 1, description=text)
                 row = {"step": step + 1, "loss": mean, "tokens_per_second": speed}
                 clock, losses = time.perf_counter(), []
                 if (step + 1) % args.save_every == 0 or step + 1 == args.steps:

@@ -8,7 +8,7 @@ from tbo_jax.engine.llm import LLM, Completion
 from tbo_jax.runner import Bucket, CacheConfig, ModelRunner
 from tbo_jax.sampling_params import SamplingParams
 from tbo_jax.split import gather_tokens, split_batch_decoder_layers
-from tbo_jax.stages import Stage, StackedLayers, run_layers
+from tbo_jax.stages import StackedLayers, Stage, run_layers
 
 __all__ = [
     "LLM",

@@ -1,7 +1,7 @@
 """The ragged batch of one step, and how each of its fields is cut into micro-batches.
 
 Every field of a batch declares its rule where it is defined, so that a field cannot be lost in a
-hand-copied half: a field without a rule is an error when the class is made, not a wrong answer later.
+hand-copied half: a field without a rule is an error when the class is made, not a wrong answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar, dataclass_transform
 import jax
 import numpy as np
 
-Array = jax.Array | np.ndarray
+Array = Any  # jax.Array, or numpy.ndarray on the host
 
 
 class SplitRule(enum.Enum):
@@ -135,8 +135,8 @@ class ForwardBatch:
         widest = max((len(p) for p in pages), default=0)
         if total > token_capacity or rows > sequence_capacity or widest > pages_per_sequence:
             raise ValueError(
-                f"batch of {total} tokens, {rows} sequences and up to {widest} pages a sequence does "
-                f"not fit the bucket of {token_capacity} tokens, {sequence_capacity} sequences and "
+                f"batch of {total} tokens, {rows} sequences and up to {widest} pages a sequence "
+                f"does not fit the bucket of {token_capacity} tokens, {sequence_capacity} sequences and "
                 f"{pages_per_sequence} pages"
             )
         token_ids = np.zeros(token_capacity, np.int32)

@@ -1,7 +1,7 @@
 """Attention buffers: allocated once, donated to every step, returned by it.
 
-FastDeploy keeps two sets of them in a module-level dictionary (PR #7165). Here they are a pytree that
-the caller threads through the jitted step, so that XLA updates them in place.
+FastDeploy keeps two sets of them in a module-level dictionary (PR #7165). Here they are a pytree
+that the caller threads through the jitted step, so that XLA updates them in place.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class KeyValueCache:
 
         `index` may be traced in the stacked form. A micro-batch writes pages that an earlier one
         has read. XLA must know that the read comes first, or it copies the cache: XLA:CPU (0.10)
-        removes optimization barriers before it decides on copies, so the order is put into the data.
+        removes optimization barriers before it decides on copies, so the order is in the data.
         """
         wait = 0 if after is None else _zero_after(after)
         if self.stacked:

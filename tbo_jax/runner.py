@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +21,7 @@ from tbo_jax.config import OverlapConfig
 from tbo_jax.layers.context import LayerContext, PagedAttention, live_tokens
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.rotary import rotary_table
-from tbo_jax.moe.exchange import Transport, make_exchange
+from tbo_jax.moe.exchange import Exchange, LocalExchange, Transport, make_exchange
 from tbo_jax.sharding import RANKS, parameter_spec
 from tbo_jax.split import gather_tokens, split_batch_decoder_layers
 from tbo_jax.stages import StackedLayers, run_layers
@@ -95,7 +97,7 @@ class ModelRunner:
         self._specs = [parameter_spec(path, variable) for path, variable in flat]
         self._weights, self._structure = jax.tree.flatten(state)
         self._compiled: dict[tuple[Bucket, int], jax.stages.Compiled] = {}
-        self._exchange = None
+        self._exchange: Exchange = LocalExchange()
         if self.config.num_experts:
             self._exchange = make_exchange(
                 transport,
@@ -104,7 +106,7 @@ class ModelRunner:
                 num_experts=self.config.num_experts,
                 top_k=self.config.num_experts_per_token,
             )
-        if self.overlap.enabled and (self._exchange is None or mesh.size == 1):
+        if self.overlap.enabled and isinstance(self._exchange, LocalExchange):
             logger.warning(
                 "USE_TBO=1: %s on %d device(s) has no communication between devices; steps are "
                 "split, and there is nothing to overlap",
@@ -155,13 +157,28 @@ class ModelRunner:
 
     def compile(self, bucket: Bucket) -> jax.stages.Compiled:
         """The compiled step of a bucket, from the cache of this runner if it is there."""
-        key = (bucket, self.micro_batches(bucket))
-        if key not in self._compiled:
-            with warnings.catch_warnings():
-                # A buffer that cannot be updated in place would be copied whole in every step.
-                warnings.filterwarnings("error", message="Some donated buffers were not usable")
-                self._compiled[key] = self.lower(bucket).compile()
-        return self._compiled[key]
+        self.compile_all([bucket])
+        return self._compiled[bucket, self.micro_batches(bucket)]
+
+    def compile_all(
+        self, buckets: Sequence[Bucket], progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Compile the steps of several buckets, XLA working on one while the next is traced.
+
+        Args:
+            buckets: those that are compiled already cost nothing.
+            progress: called with (compiled, in all).
+        """
+        keys = [(bucket, self.micro_batches(bucket)) for bucket in buckets]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
+        done = len(buckets) - len(missing)
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            futures = {pool.submit(self.lower(key[0]).compile): key for key in missing}
+            for future in as_completed(futures):
+                self._compiled[futures[future]] = future.result()
+                done += 1
+                if progress is not None:
+                    progress(done, len(buckets))
 
     def lower(self, bucket: Bucket) -> jax.stages.Lowered:
         """The step of a bucket, traced and lowered for the mesh; nothing is allocated."""
@@ -176,7 +193,10 @@ class ModelRunner:
         ]
         buffers = jax.tree.map(lambda leaf: abstract(leaf, ranks), jax.eval_shape(self.allocate))
         batch = jax.tree.map(lambda leaf: abstract(leaf, ranks), self._abstract_batch(bucket))
-        return self._jitted(bucket).lower(weights, buffers, batch)
+        with warnings.catch_warnings():
+            # A buffer that cannot be updated in place would be copied whole in every step.
+            warnings.filterwarnings("error", message="Some donated buffers were not usable")
+            return self._jitted(bucket).lower(weights, buffers, batch)
 
     def _abstract_batch(self, bucket: Bucket) -> ForwardBatch:
         one = ForwardBatch.pack(
@@ -221,8 +241,7 @@ class ModelRunner:
         parts = split_batch_decoder_layers(batch, count) if count > 1 else (batch,)
         block = bucket.query_block
         work = [
-            plan_attention(part, block, old)
-            for part, old in zip(parts, buffers.work, strict=False)
+            plan_attention(part, block, old) for part, old in zip(parts, buffers.work, strict=False)
         ]
         contexts = [
             LayerContext(
@@ -248,5 +267,3 @@ def kv_bytes_per_page(config: Any, page_size: int) -> int:
     """Bytes of keys and values of one page over all layers."""
     elements = 2 * config.num_layers * page_size * config.num_kv_heads * config.head_dim
     return elements * jnp.dtype(config.dtype).itemsize
-
-

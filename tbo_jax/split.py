@@ -43,7 +43,8 @@ def split_batch_decoder_layers(
             the admissible cut nearest the ideal one is taken, the earlier of two at equal distance.
             Without any admissible cut all tokens fall into the last micro-batch.
         cut: the cut itself, for a caller that knows the tokens: first token of the second
-            micro-batch, or K - 1 of them, non-decreasing, each in [0, n]. Excludes `image_token_id`.
+            micro-batch, or K - 1 of them, non-decreasing, each in [0, n]. Not together with
+            `image_token_id`.
         capacity: static number of token slots C of each micro-batch. Default: ceil(T / K), or T
             when the cut can lie anywhere (`image_token_id` or `cut` given).
 
@@ -64,8 +65,8 @@ def split_batch_decoder_layers(
     capacity = (tokens if free else balanced) if capacity is None else capacity
     if capacity < 1 or (capacity < balanced and not free):
         raise ValueError(
-            f"capacity {capacity} is too small: {tokens} tokens in {num_micro_batches} micro-batches "
-            f"need {balanced} slots each"
+            f"capacity {capacity} is too small: {tokens} tokens in {num_micro_batches} "
+            f"micro-batches need {balanced} slots each"
         )
     if cut is not None:
         inner = _given_cuts(cut, num_micro_batches)

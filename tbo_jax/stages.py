@@ -41,7 +41,7 @@ class Stage:
 
 
 class Layer(Protocol):
-    """What `run_layers` needs of a layer; usually an `nnx.Module` with a class attribute `stages`."""
+    """What `run_layers` needs of a layer, usually an `nnx.Module` with `stages` in its class."""
 
     stages: tuple[Stage, ...]
 
@@ -88,7 +88,8 @@ class StackedLayers(nnx.Module):
         structures = {str(jax.tree.structure(layer)) for layer in layers}
         if len(structures) != 1:
             raise ValueError(
-                f"{len(layers)} layers of {len(structures)} kinds cannot be scanned: run them unrolled"
+                f"{len(layers)} layers of {len(structures)} kinds cannot be scanned: "
+                "run them unrolled"
             )
         return cls(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), len(layers))
 
@@ -110,7 +111,7 @@ class _Lane:
 
 
 def run_layers(
-    layers: Sequence[Layer] | StackedLayers,
+    layers: Sequence[Any] | StackedLayers,
     carries: Sequence[Any],
     contexts: Sequence[Any],
     cache: Any = None,
@@ -118,7 +119,7 @@ def run_layers(
     """Run all layers over one or more micro-batches.
 
     Args:
-        layers: a sequence of layers (run unrolled), or `StackedLayers` (run as one `lax.scan`).
+        layers: a sequence of `Layer`s (run unrolled), or `StackedLayers` (run as one `lax.scan`).
         carries: the input of the first layer, one per micro-batch, in the order in which their
             tokens stand in the batch: a later micro-batch sees the keys that earlier ones wrote.
         contexts: one per micro-batch, handed to every stage.
@@ -149,7 +150,7 @@ def run_layers(
 
 
 def _run_layer(layer, previous, index, lanes: list[_Lane], cache, after):
-    """One layer for all lanes. The last lane's last communication is left to the caller's next step.
+    """One layer for all lanes; the last lane's last communication is left to the next step.
 
     `after` is what the latest compute gave (None: nothing to wait for). Returns the cache and the
     new `after`.

@@ -10,10 +10,12 @@ import pytest
 from jax import monitoring
 
 # Before the first use of a backend, hence at import.
-jax.config.update("jax_platforms", "cpu")
+if not jax.config.jax_platforms:  # JAX_PLATFORMS in the environment wins
+    jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_enable_compilation_cache", False)
+jax.devices()  # now, so that no test can ask for another number of them
 
 
 @pytest.fixture

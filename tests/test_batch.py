@@ -30,7 +30,7 @@ class AdapterBatch(ForwardBatch):
 
 
 def test_field_without_a_rule_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="Careless.lora_ids does not say how it is split"):
+    with pytest.raises(TypeError, match=r"Careless\.lora_ids does not say how it is split"):
 
         @batch_dataclass
         class Careless(ForwardBatch):
@@ -38,7 +38,7 @@ def test_field_without_a_rule_is_a_type_error() -> None:
 
 
 def test_derived_field_of_a_subclass_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="Hopeful.total: no code derives"):
+    with pytest.raises(TypeError, match=r"Hopeful\.total: no code derives"):
 
         @batch_dataclass
         class Hopeful(ForwardBatch):

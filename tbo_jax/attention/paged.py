@@ -101,9 +101,9 @@ def paged_attention(
         )
         seen = live[:, :, None] & (key_position <= position[:, :, None])
         seen &= key_position > lowest[:, :, None]
-        seen = jnp.broadcast_to(
-            seen[:, None, None], (items, 1, group, query_block, block)
-        ).reshape(items, 1, group * query_block, block)
+        seen = jnp.broadcast_to(seen[:, None, None], (items, 1, group, query_block, block)).reshape(
+            items, 1, group * query_block, block
+        )
         scores = jnp.where(seen, scores * scale, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(-1))
         # A row that has seen nothing yet keeps -inf; 0 stands in so that exp gets no inf - inf.

@@ -1,4 +1,4 @@
-"""Load a Hugging Face folder: every tensor goes from its file straight to the shards that hold it."""
+"""Load a Hugging Face folder: every tensor goes from its file straight to its shards."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _read_parameter(
     dtype: Any,
     sharding: NamedSharding,
 ) -> jax.Array:
-    def read_shard(index: tuple[slice, ...]) -> np.ndarray:
+    def read_shard(index: Any) -> np.ndarray:  # one slice a dimension
         bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
         out = np.empty([stop - start for start, stop in bounds], dtype)
         for source in sources:
@@ -142,9 +142,7 @@ def _read_source(
     tensors.read_into(source.name, target[place], index, transpose=source.transpose)
 
 
-def _check_tensors(
-    tensors: TensorFolder, sources: Sequence[Source], config: DecoderConfig
-) -> None:
+def _check_tensors(tensors: TensorFolder, sources: Sequence[Source], config: DecoderConfig) -> None:
     wanted: Mapping[str, Source] = {source.name: source for source in sources}
     present = set(tensors.names)
     missing = sorted(wanted.keys() - present)

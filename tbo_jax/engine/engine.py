@@ -99,9 +99,7 @@ class Engine:
         self._running: dict[int, _Running] = {}
         self._next_id = 0
         self._decode_buckets = [Bucket(n, n, True) for n in _sizes(1, max_sequences, 2)]
-        self._prefill_buckets = [
-            Bucket(n, max_sequences) for n in _sizes(16, cache.max_tokens, 4)
-        ]
+        self._prefill_buckets = [Bucket(n, max_sequences) for n in _sizes(16, cache.max_tokens, 4)]
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -115,13 +113,9 @@ class Engine:
             progress: called with (compiled, in all).
         """
         start = time.perf_counter()
-        for done, bucket in enumerate(self.buckets):
-            if progress is not None:
-                progress(done, len(self.buckets))
-            self.runner.compile(bucket)
+        self.runner.compile_all(self.buckets, progress)
+        for bucket in self.buckets:
             self._sampler(bucket.sequences)
-        if progress is not None:
-            progress(len(self.buckets), len(self.buckets))
         self.statistics.compile_seconds += time.perf_counter() - start
 
     def add(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
@@ -133,7 +127,9 @@ class Engine:
         vocabulary = self.runner.config.vocab_size
         for token in prompt_token_ids:
             if not 0 <= token < vocabulary:
-                raise ValueError(f"prompt token id {token} is outside the vocabulary of {vocabulary}")
+                raise ValueError(
+                    f"prompt token id {token} is outside the vocabulary of {vocabulary}"
+                )
         stream = TextStream(self.tokenizer, params.stop)
         request = Request(self._next_id, tuple(prompt_token_ids), params)
         self.scheduler.add(request)
@@ -211,12 +207,9 @@ class Engine:
             def per_rank(logits, inputs):
                 return sample(logits[0], jax.tree.map(lambda leaf: leaf[0], inputs))[None]
 
-            run = jax.shard_map(
-                per_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-            )
-            example = jax.tree.map(
-                lambda leaf: np.stack([leaf] * mesh.size), SamplingInputs.from_rows([], [], [], rows)
-            )
+            run = jax.shard_map(per_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+            idle = SamplingInputs.from_rows([], [], [], rows)
+            example = jax.tree.map(lambda leaf: np.stack([leaf] * mesh.size), idle)
             shape = (mesh.size, rows, self.runner.config.vocab_size)
             abstract = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed),

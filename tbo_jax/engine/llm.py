@@ -239,7 +239,7 @@ class LLM:
 
 def use_compilation_cache() -> None:
     """Have JAX keep compiled programs in the user's cache folder, if nothing else is configured."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(root / "tbo_jax" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -88,7 +88,8 @@ class HfConfig:
         kv_heads = self.number("num_key_value_heads", heads)
         if heads % kv_heads:
             raise ValueError(
-                f"{self.source}: {heads} attention heads do not divide into {kv_heads} key/value heads"
+                f"{self.source}: {heads} attention heads do not divide into {kv_heads} "
+                "key/value heads"
             )
         head_dim = self.number("head_dim", extra.pop("default_head_dim", hidden // heads))
         fields: dict[str, Any] = dict(

@@ -64,7 +64,7 @@ class LayerContext:
     """Context of the layers in `models/` for one micro-batch of T tokens."""
 
     attention: Attention
-    exchange: Exchange | None  # None for a model without experts
+    exchange: Exchange
     rotary: tuple[jax.Array, jax.Array]  # cos, sin: [T, H / 2] float32
     live: jax.Array  # [T] bool, false for padding
     balance_loss_weight: float = 0.0  # training: weight of the routers' load-balancing loss

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +10,7 @@ from tbo_jax.layers.attention import SelfAttention, rms_norm
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.context import LayerContext
 from tbo_jax.layers.mlp import GatedMlp, SparseMoe
-from tbo_jax.stages import Stage, StackedLayers
+from tbo_jax.stages import StackedLayers, Stage
 
 
 def dispatch(message, context: LayerContext):
@@ -25,7 +24,7 @@ def combine(message, context: LayerContext):
 
 
 class DenseLayer(nnx.Module):
-    """Pre-norm attention and gated feed-forward: one stage, nothing to communicate."""
+    """Attention and gated feed-forward: one stage, nothing to communicate."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.input_layernorm = rms_norm(config.hidden_size, config, rngs)
@@ -45,7 +44,7 @@ class DenseLayer(nnx.Module):
 
 
 class SparseLayer(nnx.Module):
-    """Pre-norm attention and mixture of experts: (attend, route | dispatch), (experts | combine)."""
+    """Attention and mixture of experts: (attend, route | dispatch), (experts | combine)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.input_layernorm = rms_norm(config.hidden_size, config, rngs)
@@ -122,5 +121,3 @@ class CausalLM(nnx.Module):
         else:
             out = self.lm_head(normed)
         return out.astype(jnp.float32)
-
-

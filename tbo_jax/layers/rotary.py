@@ -42,7 +42,8 @@ class RotaryConfig:
         kind = named or legacy or "default"
         if kind not in SUPPORTED:
             raise ValueError(
-                f"RoPE scaling type {kind!r} is not supported: expected one of {', '.join(SUPPORTED)}"
+                f"RoPE scaling type {kind!r} is not supported: expected one of "
+                f"{', '.join(SUPPORTED)}"
             )
         partial = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
         if partial not in (None, 1, 1.0):

@@ -58,7 +58,8 @@ def make_exchange(
         ValueError: unknown transport, or the experts do not divide over the devices.
     """
     if transport not in TRANSPORTS:
-        raise ValueError(f"unknown transport {transport!r}: expected one of {', '.join(TRANSPORTS)}")
+        known = ", ".join(TRANSPORTS)
+        raise ValueError(f"unknown transport {transport!r}: expected one of {known}")
     check_divisible(num_experts, num_devices)
     if num_devices == 1:
         return LocalExchange()
@@ -154,9 +155,7 @@ class PaddedAllToAll:
         return jax.lax.all_to_all(message, self.axis, 0, 0)
 
     def unpack(self, received):
-        hidden, experts, weights = _part(
-            received.reshape(-1, received.shape[-1]), self.top_k
-        )
+        hidden, experts, weights = _part(received.reshape(-1, received.shape[-1]), self.top_k)
         return hidden, _local(experts, self.axis, self.experts_per_device), weights
 
     def pack_results(self, results):

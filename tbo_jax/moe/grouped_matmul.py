@@ -58,9 +58,9 @@ _grouped_matmul.defvjp(_forward, _backward)
 
 
 def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """For each group the product of its rows, `lhs[rows].T @ rhs[rows]`: [M, K], [M, N] -> [E, K, N].
+    """For each group the product of its rows, `lhs[rows].T @ rhs[rows]`, in float32.
 
-    In float32. It is the gradient of `grouped_matmul` with respect to the matrices.
+    [M, K], [M, N] -> [E, K, N]. It is the gradient of `grouped_matmul` with respect to the matrices.
     """
     group_end = jnp.cumsum(group_sizes)
 
@@ -68,7 +68,7 @@ def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax
         a = jax.lax.dynamic_slice_in_dim(lhs, start, rows)
         b = jax.lax.dynamic_slice_in_dim(rhs, start, rows)
         # A block shifted back overlaps the one before it; those rows are counted there already.
-        # All blocks of a group but the last start at multiples of their size from the group's start.
+        # All other blocks start at multiples of their size from the group's start.
         first = group_end[group] - group_sizes[group]
         fresh = jnp.arange(rows) >= -(start - first) % rows
         a = jnp.where(fresh[:, None], a, jnp.zeros_like(a))

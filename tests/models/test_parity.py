@@ -23,16 +23,12 @@ def make_runner(name: str, *, devices=1, micro_batches=1, scanned=False, transpo
     mesh = make_mesh(devices)
     model = load_model(Golden(name).folder, mesh=mesh, dtype=jnp.float32, scanned=scanned)
     overlap = OverlapConfig(enabled=micro_batches > 1, num_micro_batches=max(2, micro_batches))
-    return ModelRunner(
-        model, CACHE, mesh=mesh, overlap=overlap, transport=transport, logits="all"
-    )
+    return ModelRunner(model, CACHE, mesh=mesh, overlap=overlap, transport=transport, logits="all")
 
 
 def fill_with_nan(buffers):
     """As if the pages had held other programs' garbage."""
-    return jax.tree.map(
-        lambda leaf: leaf * jnp.nan if leaf.dtype == jnp.float32 else leaf, buffers
-    )
+    return jax.tree.map(lambda leaf: leaf * jnp.nan if leaf.dtype == jnp.float32 else leaf, buffers)
 
 
 def feed(runner, buffers, bucket, chunks, pages):
@@ -84,9 +80,7 @@ def check_against_golden(runner, name, *, decode_bucket=False, atol=1e-4):
         for number in range(max(len(b) for b in borders) - 1):
             chunks = []
             for border, tokens in zip(borders, golden.tokens, strict=True):
-                start, stop = (
-                    border[number : number + 2] if number + 1 < len(border) else (0, 0)
-                )
+                start, stop = border[number : number + 2] if number + 1 < len(border) else (0, 0)
                 chunks.append((start, tokens[start:stop]))
             single = all(len(tokens) <= 1 for _, tokens in chunks)
             bucket = DECODE if single and decode_bucket else PREFILL

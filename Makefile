@@ -1,0 +1,52 @@
+# Each target makes what it needs: a virtual environment in .venv, and the packages in it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+MODEL ?= examples/kjv-moe
+
+.PHONY: help decode test test-all check format train bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.base: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+decode: $(VENV)/.base  ## decode the bundled model; MODEL=DIR_OR_HUB_ID for another
+	$(BIN)/python examples/decode.py --model $(MODEL) --max-new-tokens 60 \
+		--prompt "In the beginning God" --prompt "And Jesus said unto them," \
+		--prompt "Blessed is the man that" --prompt "And it came to pass in those days, that the king"
+
+test: $(VENV)/.test  ## run the tests
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.test  ## also the tests on real models (TBO_REAL_MODEL, TBO_REAL_MODEL_MOE)
+	$(BIN)/python -m pytest -m "real_model or not real_model"
+
+check: $(VENV)/.dev  ## linter, formatter, type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev  ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+train: $(VENV)/.base  ## train the bundled model anew (hours on a laptop), into build/kjv-moe
+	$(BIN)/python examples/train.py --out build/kjv-moe
+
+bench: $(VENV)/.base  ## time decoding; MODEL=DIR for a checkpoint
+	$(BIN)/python benchmarks/decode.py --model $(MODEL)
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

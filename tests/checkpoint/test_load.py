@@ -1,0 +1,183 @@
+"""Loading a checkpoint: errors name what is wrong, and memory stays at the weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tbo_jax.checkpoint.load import load_model, read_config
+from tbo_jax.checkpoint.safetensors import CheckpointError
+from tbo_jax.checkpoint.save import save_model
+from tbo_jax.sharding import make_mesh
+from tests.golden_cases import DATA
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A copy of a small dense checkpoint, to be damaged."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((DATA / "llama" / name).read_bytes())
+    return tmp_path
+
+
+def change_config(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    config = {key: value for key, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_tensors(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def load(folder: Path, devices: int = 1):
+    return load_model(folder, mesh=make_mesh(devices), dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported: expected one of llama"),
+        ({"model_type": ...}, "model_type None is not supported"),
+        ({"hidden_size": "64"}, "hidden_size must be int, got '64'"),
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be positive"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"num_key_value_heads": 3}, "do not divide into 3 key/value heads"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE scaling type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "needs low_freq_factor"),
+    ],
+)
+def test_configuration_errors(folder, changes, message):
+    change_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_missing_and_corrupt_configuration(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        read_config(tmp_path, jnp.float32)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        read_config(tmp_path, jnp.float32)
+
+
+def test_missing_tensor(folder):
+    change_tensors(folder, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(
+        CheckpointError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"
+    ):
+        load(folder)
+
+
+def test_extra_tensor(folder):
+    change_tensors(folder, lambda t: t.update({"model.layers.0.surprise": np.zeros(3, np.float32)}))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.surprise is not part of a llama"):
+        load(folder)
+
+
+def test_misshaped_tensor(folder):
+    name = "model.layers.0.mlp.down_proj.weight"
+    change_tensors(folder, lambda t: t.update({name: t[name].T.copy()}))
+    with pytest.raises(
+        CheckpointError, match=r"down_proj\.weight has shape \[80, 64\], expected \[64, 80\]"
+    ):
+        load(folder)
+
+
+def test_truncated_file(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        load(folder)
+
+
+def test_rotary_buffers_of_old_exports_are_passed_over(folder):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_tensors(folder, lambda t: t.update({name: np.zeros(8, np.float32)}))
+    load(folder)
+
+
+def test_experts_that_do_not_divide_say_what_works():
+    with pytest.raises(CheckpointError, match=r"8 experts .* 3 devices; .* 1, 2, 4, 8"):
+        load(DATA / "mixtral", devices=3)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_each_device_holds_its_share_of_the_experts(scanned):
+    model = load_model(DATA / "qwen3_moe", mesh=make_mesh(4), dtype=jnp.float32, scanned=scanned)
+    layer = model.layers.stacked if scanned else model.layers[0]
+    weight = layer.mlp.gate_up_proj.get_value()
+    shard = weight.addressable_shards[0].data
+    assert shard.size * 4 == weight.size
+    assert layer.self_attn.q_proj.kernel.get_value().sharding.is_fully_replicated
+    first = load(DATA / "qwen3_moe").layers[0].mlp.gate_up_proj.get_value()
+    np.testing.assert_array_equal(weight[0] if scanned else weight, first)
+
+
+@pytest.mark.parametrize("name", ["llama_tied_bf16", "qwen3_moe_mixed", "mixtral"])
+def test_saved_model_has_the_same_tensors(tmp_path, name):
+    config = json.loads((DATA / name / "config.json").read_text())
+    save_model(load(DATA / name), config, tmp_path, jnp.bfloat16)
+    written = load_file(tmp_path / "model.safetensors")
+    for file in (DATA / name).glob("*.safetensors"):
+        for tensor, value in load_file(file).items():
+            np.testing.assert_array_equal(written.pop(tensor), value)
+    assert not written
+
+
+def test_peak_memory_is_the_weights_and_one_tensor(tmp_path):
+    """In a process of its own, on a checkpoint of 160 MiB whose largest tensor has 16 MiB."""
+    config = json.loads((DATA / "llama" / "config.json").read_text())
+    config |= {
+        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "vocab_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
+    }  # fmt: skip
+    script = f"""
+import json, resource
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from tbo_jax.checkpoint.load import load_model
+from tbo_jax.checkpoint.names import parameter_sources
+from tbo_jax.checkpoint.load import read_config
+from tbo_jax.layers.decoder import CausalLM
+from tbo_jax.sharding import make_mesh
+from safetensors.numpy import save_file
+folder = Path({str(tmp_path)!r})
+(folder / "config.json").write_text(json.dumps({config!r}))
+config, architecture = read_config(folder, jnp.float32)
+state = nnx.state(nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0))))
+sources = [s for p, v in nnx.to_flat_state(state)
+           for s in parameter_sources(p, v.shape, config, architecture)]
+import multiprocessing
+def write():
+    save_file({{s.name: np.zeros(s.tensor_shape, np.float32) for s in sources}}, folder / "model.safetensors")
+child = multiprocessing.get_context("fork").Process(target=write)
+child.start(); child.join()
+mesh = make_mesh(1)
+jnp.zeros(8).block_until_ready()
+nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0)))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = load_model(folder, mesh=mesh, dtype=jnp.float32)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+largest = max(4 * int(np.prod(s.tensor_shape)) for s in sources)
+print(json.dumps([(after - before) * 1024, weights, largest]))
+"""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True
+    )
+    grown, weights, largest = json.loads(result.stdout.splitlines()[-1])
+    assert weights > 140 << 20
+    # 8 MiB of read buffer, and what the allocator keeps.
+    assert grown < weights + largest + (24 << 20)

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tbo_jax.moe.experts import apply_experts
+from tbo_jax.moe.grouped_matmul import _for_each_block, grouped_matmul
+
+ROWS, GROUPS, DEPTH, WIDTH = 600, 8, 5, 3
+
+product = jax.jit(grouped_matmul)
+
+
+@jax.jit
+def gradients(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, weight: jax.Array) -> Any:
+    def loss(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return jnp.sum(grouped_matmul(lhs, rhs, sizes) * weight)
+
+    return jax.grad(loss, argnums=(0, 1))(lhs, rhs)
+
+
+def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Small whole numbers, so that float32 sums are exact in any order."""
+    rng = np.random.default_rng(0)
+    shapes = (ROWS, DEPTH), (GROUPS, DEPTH, WIDTH), (ROWS, WIDTH)
+    lhs, rhs, weight = (rng.integers(-4, 5, shape).astype(np.float32) for shape in shapes)
+    return lhs, rhs, weight
+
+
+def pieces(sizes: list[int]) -> Iterator[tuple[int, slice]]:
+    start = 0
+    for group, size in enumerate(sizes):
+        yield group, slice(start, start + size)
+        start += size
+
+
+@st.composite
+def sizes_of_groups(draw: st.DrawFn) -> list[int]:
+    """Sizes around those of blocks, with a sum of at most ROWS."""
+    size = st.one_of(st.sampled_from([0, 1, 3, 4, 5, 15, 17, 64, 255, 257]), st.integers(0, ROWS))
+    sizes: list[int] = []
+    for _ in range(GROUPS):
+        sizes.append(min(draw(size), ROWS - sum(sizes)))
+    return sizes
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes_of_groups())
+@example([0] * GROUPS)
+@example([0, 0, 0, ROWS, 0, 0, 0, 0])
+@example([1] * GROUPS)
+@example([75] * GROUPS)
+@example([ROWS - 7, *[1] * 7])
+@example([0, 256, 0, 0, 4, 0, 0, 63])
+def test_product_and_gradients_equal_the_reference(sizes: list[int]) -> None:
+    lhs, rhs, weight = operands()
+    expected = np.zeros((ROWS, WIDTH), np.float32)
+    lhs_grad, rhs_grad = np.zeros_like(lhs), np.zeros_like(rhs)
+    for group, rows in pieces(sizes):
+        expected[rows] = lhs[rows] @ rhs[group]
+        lhs_grad[rows] = weight[rows] @ rhs[group].T
+        rhs_grad[group] = lhs[rows].T @ weight[rows]
+    group_sizes = np.array(sizes, np.int32)
+    np.testing.assert_array_equal(product(lhs, rhs, group_sizes), expected)
+    found = gradients(lhs, rhs, group_sizes, weight)
+    np.testing.assert_array_equal(found[0], lhs_grad)
+    np.testing.assert_array_equal(found[1], rhs_grad)
+
+
+def test_rows_past_the_groups_are_not_read() -> None:
+    lhs, rhs, _ = operands()
+    sizes = np.array([3, 0, 70, 0, 1, 0, 0, 20], np.int32)
+    lhs[94:] = np.nan
+    rhs[[1, 3, 5, 6]] = np.nan  # the empty groups
+    out = np.asarray(product(lhs, rhs, sizes))
+    assert np.isfinite(out).all()
+    assert not out[94:].any()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5])
+def test_few_rows(rows: int) -> None:
+    lhs, rhs, _ = operands()
+    sizes = np.array([0, rows, 0, 0, 0, 0, 0, 0], np.int32)
+    out = grouped_matmul(jnp.asarray(lhs[:rows]), jnp.asarray(rhs), sizes)
+    np.testing.assert_array_equal(out, lhs[:rows] @ rhs[1])
+
+
+def test_bfloat16_accumulates_in_float32() -> None:
+    # 1 + 256 x 2^-9 is 1.5; a sum in bfloat16 would stay at 1.
+    lhs = jnp.ones((1, 257), jnp.bfloat16)
+    rhs = jnp.full((1, 257, 1), 2.0**-9, jnp.bfloat16).at[0, 0, 0].set(1)
+    out = grouped_matmul(lhs, rhs, jnp.array([1], jnp.int32))
+    assert out.dtype == jnp.bfloat16
+    assert out[0, 0] == 1.5
+
+
+# Cost
+
+
+@jax.jit
+def times_computed(sizes: jax.Array) -> jax.Array:
+    """[ROWS] how often each row is multiplied."""
+
+    def block(out: jax.Array, start: jax.Array, group: jax.Array, rows: int) -> jax.Array:
+        taken = jax.lax.dynamic_slice_in_dim(out, start, rows)
+        return jax.lax.dynamic_update_slice_in_dim(out, taken + 1, start, 0)
+
+    return _for_each_block(block, jnp.zeros(ROWS, jnp.int32), sizes, ROWS)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([8, 128]), st.integers(0, ROWS), st.integers(0, 99), st.floats(0.05, 5))
+@example(8, ROWS, 0, 1.0)
+@example(128, ROWS, 0, 1.0)
+def test_cost_does_not_grow_with_the_experts(
+    experts: int, tokens: int, seed: int, evenness: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    share = rng.dirichlet(np.full(experts, evenness))
+    sizes = rng.multinomial(tokens, share / share.sum()).astype(np.int32)
+    times = np.asarray(times_computed(sizes))
+    assert (times[:tokens] >= 1).all()
+    assert not times[tokens:].any()
+    assert times.sum() < 2 * tokens or tokens == 0
+
+
+def shapes_in(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    """Shapes of everything that a program computes, inner programs included."""
+    for eqn in jaxpr.eqns:
+        yield from (v.aval.shape for v in eqn.outvars)
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(inner, "eqns"):
+                yield from shapes_in(getattr(inner, "jaxpr", inner))
+
+
+def test_no_array_of_rows_times_groups() -> None:
+    rows, groups = 67, 131  # both prime: no other dimension is a multiple of them
+    lhs, rhs = jnp.ones((rows, DEPTH)), jnp.ones((groups, DEPTH, WIDTH))
+    sizes, weight = jnp.zeros(groups, jnp.int32), jnp.ones((rows, WIDTH))
+    for function, args in ((product, (lhs, rhs, sizes)), (gradients, (lhs, rhs, sizes, weight))):
+        found = list(shapes_in(jax.make_jaxpr(function)(*args).jaxpr))
+        assert (rows, WIDTH) in found  # the walk does see the product
+        assert not [s for s in found if np.prod(s) % (rows * groups) == 0]
+
+
+def test_memory_does_not_grow_with_rows_times_groups() -> None:
+    rows, groups = 256, 128
+    compiled = product.lower(
+        jax.ShapeDtypeStruct((rows, 64), jnp.float32),
+        jax.ShapeDtypeStruct((groups, 64, 64), jnp.float32),
+        jax.ShapeDtypeStruct((groups,), jnp.int32),
+    ).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * rows * 64 * 4
+
+
+# Experts
+
+
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_experts_of_other_devices_add_nothing(top_k: int) -> None:
+    """Two experts here; ids outside [0, 2) belong elsewhere, and no id twice in a row."""
+    rng = np.random.default_rng(1)
+    rows, depth, width = 9, 4, 3
+    hidden = rng.normal(size=(rows, depth)).astype(np.float32)
+    weights = rng.normal(size=(rows, top_k)).astype(np.float32)
+    gate_up = rng.normal(size=(2, depth, 2 * width)).astype(np.float32)
+    down = rng.normal(size=(2, width, depth)).astype(np.float32)
+    ids = np.array([rng.permutation([-1, 0, 1, 2, 5])[:top_k] for _ in range(rows)], np.int32)
+    expected = np.zeros_like(hidden)
+    for row, choice in np.argwhere((ids >= 0) & (ids < 2)):
+        gate, up = np.split(hidden[row] @ gate_up[ids[row, choice]], 2)
+        out = gate / (1 + np.exp(-gate)) * up @ down[ids[row, choice]]
+        expected[row] += weights[row, choice] * out
+    found = jax.jit(apply_experts)(hidden, ids, weights, gate_up, down)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("broken", range(3))
+def test_a_broken_row_breaks_no_other(broken: int) -> None:
+    """More choices than experts here, and every row uses every expert here."""
+    hidden = np.ones((3, 4), np.float32)
+    hidden[broken] = np.nan
+    ids = np.array([[0, 9]] * 3, np.int32)
+    found = jax.jit(apply_experts)(
+        hidden, ids, np.ones((3, 2), np.float32), np.ones((1, 4, 6), np.float32),
+        np.ones((1, 3, 4), np.float32),
+    )  # fmt: skip
+    assert np.isnan(found).any(axis=1).tolist() == [row == broken for row in range(3)]
