@@ -79,15 +79,10 @@ class OrderedStream:
         self._next()
 
     def push(self, index: int, event: TokenEvent) -> None:
-        """A token of prompt `index`."""
+        """A token of prompt `index`, or the news that it cannot run."""
         self.waiting[index] += event.text
-        if event.finish_reason is not None:
-            self.finish(index)
+        self.finished[index] |= event.finish_reason is not None
         self._flush()
-
-    def finish(self, index: int) -> None:
-        """No more text comes for prompt `index`."""
-        self.finished[index] = True
 
     def _flush(self) -> None:
         while self.current < len(self.prompts):

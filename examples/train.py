@@ -197,7 +197,7 @@ def main(args: Arguments) -> None:
         console.print(f"resuming after step {int(state[2])}")
     start = int(state[2])
     data = batches(training, args.batch, args.length, args.seed, start)
-    log = (state_dir / "log.jsonl").open("a")
+    log = state_dir / "log.jsonl"
     best = [np.asarray(b) for b in _take(batches(validation, args.batch, args.length, 1), 4)]
 
     count_column = TextColumn("{task.completed}/{task.total}")
@@ -221,8 +221,8 @@ def main(args: Arguments) -> None:
                     console.print(f"step {step + 1}: validation loss {row['validation_loss']:.3f}")
                     save_state(saved, state, step + 1)
                     clock = time.perf_counter()
-                log.write(json.dumps(row) + "\n")
-                log.flush()
+                with log.open("a") as stream:
+                    stream.write(json.dumps(row) + "\n")
     save_model(nnx.merge(graph, state[0]), config, args.out, ml_dtypes.bfloat16)
     generation = {"eos_token_id": config["eos_token_id"], "do_sample": False}
     (args.out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -136,8 +136,8 @@ class ForwardBatch:
         if total > token_capacity or rows > sequence_capacity or widest > pages_per_sequence:
             raise ValueError(
                 f"batch of {total} tokens, {rows} sequences and up to {widest} pages a sequence "
-                f"does not fit the bucket of {token_capacity} tokens, {sequence_capacity} sequences and "
-                f"{pages_per_sequence} pages"
+                f"does not fit the bucket of {token_capacity} tokens, {sequence_capacity} "
+                f"sequences and {pages_per_sequence} pages"
             )
         token_ids = np.zeros(token_capacity, np.int32)
         positions = np.zeros(token_capacity, np.int32)

@@ -53,7 +53,8 @@ def split_batch_decoder_layers(
 
     Raises:
         ValueError: bad `num_micro_batches`, `capacity`, or (where their values are known) cuts that
-            decrease, lie outside [0, n] or give a micro-batch of more than C tokens.
+            decrease, lie outside [0, n] or give a micro-batch of more than C tokens. Inside jit
+            the caller answers for that: tokens beyond C would be lost.
     """
     if num_micro_batches < 1:
         raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
@@ -93,8 +94,7 @@ def gather_tokens(values: Sequence[jax.Array], batches: Sequence[ForwardBatch], 
     """
     sizes = jnp.stack([jnp.asarray(b.num_tokens, jnp.int32) for b in batches])
     ends = jnp.cumsum(sizes)
-    owner = jnp.searchsorted(ends, tokens, side="right").astype(jnp.int32)
-    owner = jnp.minimum(owner, len(batches) - 1)
+    owner = jnp.sum(ends[:-1] <= tokens[:, None], axis=1, dtype=jnp.int32)
     local = tokens - (ends - sizes)[owner]
     return jnp.concatenate(values)[owner * values[0].shape[0] + local]
 
@@ -109,7 +109,10 @@ def _balanced_cuts(num_tokens, count: int) -> jax.Array:
 
 
 def _given_cuts(cut, count: int) -> jax.Array:
-    cuts = jnp.atleast_1d(jnp.asarray(cut, jnp.int32))
+    given = jnp.asarray(cut)
+    if not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ValueError(f"a cut is a number of tokens, got {cut!r}")
+    cuts = jnp.atleast_1d(given).astype(jnp.int32)
     if cuts.shape != (count - 1,):
         raise ValueError(f"{count} micro-batches need {count - 1} cut(s), got shape {cuts.shape}")
     return cuts

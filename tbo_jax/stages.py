@@ -75,7 +75,7 @@ class StackedLayers(nnx.Module):
     """
 
     def __init__(self, stacked: nnx.Module, length: int):
-        self.stacked = nnx.data(stacked)
+        self.stacked = stacked
         self.length = length
 
     @classmethod
@@ -91,6 +91,9 @@ class StackedLayers(nnx.Module):
                 f"{len(layers)} layers of {len(structures)} kinds cannot be scanned: "
                 "run them unrolled"
             )
+        kinds = {tuple(leaf.dtype for leaf in jax.tree.leaves(layer)) for layer in layers}
+        if len(kinds) != 1:
+            raise ValueError("layers of different dtype cannot be scanned: run them unrolled")
         return cls(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), len(layers))
 
     def __len__(self) -> int:

@@ -55,6 +55,7 @@ class Mixture(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, width: int = WIDTH):
         self.wide = nnx.Param(0.4 * rngs.normal((DEPTH, width)))
         self.back = nnx.Param(0.4 * rngs.normal((width, DEPTH)))
+        self.gain = nnx.Param(rngs.normal((DEPTH,)))  # merging needs the layer that has sent
 
     def look_back(self, hidden, received, total, context):
         assert received is None
@@ -72,7 +73,8 @@ class Mixture(nnx.Module):
 
     def merge(self, carry, received, context):
         hidden, sign = carry
-        return hidden + sign[:, None].astype(hidden.dtype) * received / context["scale"]
+        signed = sign[:, None].astype(hidden.dtype) * received * self.gain[...]
+        return hidden + signed / context["scale"]
 
     stages = (Stage(look_back, exchange), Stage(project, add_up))
 
@@ -190,7 +192,7 @@ def plain_python(layers: list[Any]) -> tuple[np.ndarray, np.ndarray]:
             for rank, factor in enumerate([1, 0.5])
         ]
         projected = sum(m @ np.asarray(layer.back[...]) for m in mixed)
-        hidden = hidden + sign * projected / scale
+        hidden = hidden + sign * projected * np.asarray(layer.gain[...]) / scale
     return hidden.reshape(-1, DEPTH), np.stack(sums, axis=1)
 
 

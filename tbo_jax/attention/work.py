@@ -48,7 +48,7 @@ def plan_attention(batch: ForwardBatch, query_block: int, buffer: AttentionWork)
     item_start = item_end - items_per_row
 
     item = jnp.arange(num_work_items(batch, query_block), dtype=jnp.int32)
-    owner = jnp.searchsorted(item_end, item, side="right").astype(jnp.int32)
+    owner = jnp.sum(item_end <= item[:, None], axis=1, dtype=jnp.int32)
     owner = jnp.minimum(owner, batch.sequence_capacity - 1)
     offset = (item - item_start[owner]) * query_block
     live = item < item_end[-1]

@@ -24,10 +24,13 @@ from tbo_jax.text import TextStream, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One sampled token. Joined over a request, `text` is its whole text."""
+    """One sampled token. Joined over a request, `text` is its whole text.
 
-    request_id: int
-    token_id: int
+    A prompt that cannot run gives one event, with finish reason "error" and without ids.
+    """
+
+    request_id: int | None
+    token_id: int | None
     text: str  # what became readable with it; "" while a character or a stop string is incomplete
     finish_reason: FinishReason | None  # set with the last token
 

@@ -181,8 +181,11 @@ class LLM:
                     index_of[self.engine.add(self.encode(prompt), wanted)] = index
                 except ValueError as error:
                     done[index] = Completion(prompt, [], [], "", "error", str(error))
+                    if on_token is not None:
+                        on_token(index, TokenEvent(None, None, "", "error"))
             while self.engine.has_work:
                 for event in self.engine.step():
+                    assert event.request_id is not None
                     index = index_of[event.request_id]
                     if event.finish_reason is not None:
                         done[index] = self._complete(event.request_id, prompts[index])

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tbo_jax.moe.experts import apply_experts
-from tbo_jax.moe.grouped_matmul import _for_each_block, grouped_matmul
+from tbo_jax.moe.grouped_matmul import BLOCK_ROWS, for_each_block, grouped_matmul
 
 ROWS, GROUPS, DEPTH, WIDTH = 600, 8, 5, 3
 
@@ -112,7 +112,13 @@ def times_computed(sizes: jax.Array) -> jax.Array:
         taken = jax.lax.dynamic_slice_in_dim(out, start, rows)
         return jax.lax.dynamic_update_slice_in_dim(out, taken + 1, start, 0)
 
-    return _for_each_block(block, jnp.zeros(ROWS, jnp.int32), sizes, ROWS)
+    return for_each_block(block, jnp.zeros(ROWS, jnp.int32), sizes, ROWS)
+
+
+@jax.jit
+def blocks_run(sizes: jax.Array) -> jax.Array:
+    """[] number of products."""
+    return for_each_block(lambda count, *_: count + 1, jnp.int32(0), sizes, ROWS)
 
 
 @settings(max_examples=40, deadline=None)
@@ -129,6 +135,9 @@ def test_cost_does_not_grow_with_the_experts(
     assert (times[:tokens] >= 1).all()
     assert not times[tokens:].any()
     assert times.sum() < 2 * tokens or tokens == 0
+    # Few and large products: at most four a group, or as many as a large one has largest blocks.
+    most = np.maximum(4, -(-sizes // BLOCK_ROWS[-1]))
+    assert blocks_run(sizes) <= most[sizes > 0].sum()
 
 
 def shapes_in(jaxpr: Any) -> Iterator[tuple[int, ...]]:
