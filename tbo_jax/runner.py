@@ -28,7 +28,7 @@ from tbo_jax.stages import StackedLayers, run_layers
 
 logger = logging.getLogger(__name__)
 
-PREFILL_QUERY_BLOCK = 16  # queries of one sequence computed together in a step that prefills
+PREFILL_QUERY_BLOCK = 8  # queries of one sequence computed together in a step that prefills
 
 
 @dataclass(frozen=True, order=True)

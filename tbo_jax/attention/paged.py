@@ -15,7 +15,7 @@ from tbo_jax.attention.work import AttentionWork, num_work_items
 from tbo_jax.batch import ForwardBatch
 from tbo_jax.buffers import LayerCache
 
-KEY_BLOCK = 128  # keys per block of the running softmax
+KEY_BLOCK = 64  # keys per block of the running softmax (XLA:CPU: 10 % less step time than 128)
 
 
 def write_pages(cache: LayerCache, keys: jax.Array, values: jax.Array, batch: ForwardBatch):

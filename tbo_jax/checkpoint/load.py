@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def _read_parameter(
 ) -> jax.Array:
     def read_shard(index: Any) -> np.ndarray:  # one slice a dimension
         bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-        out = np.empty([stop - start for start, stop in bounds], dtype)
+        out = _aligned_empty([stop - start for start, stop in bounds], dtype)
         for source in sources:
             _read_source(tensors, source, out, bounds)
         return out
@@ -118,6 +119,18 @@ def _read_parameter(
     array = jax.make_array_from_callback(shape, sharding, read_shard)
     # Wait, so that the host copy is gone before the next one is made.
     return jax.block_until_ready(array)
+
+
+def _aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """An array that JAX takes over on CPU without copying it, as its alignment of 64 bytes allows.
+
+    Without it each parameter is there twice while it is placed: an expert weight of one layer can
+    be a third of a layer.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _read_source(

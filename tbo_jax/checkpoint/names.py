@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.models.architecture import Architecture
 
-_LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
+_LEAVES = {"weight": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _layer(
     if path[0] != "mlp" or names is None or not config.is_sparse(layer):
         yield _plain(path, shape, prefix, at)
     elif path[1] == "gate":
-        yield Source(prefix + names.router, shape, at, transpose=True)
+        yield Source(prefix + names.router, shape, at)
     elif path[1] == "gate_up_proj":
         num_experts, hidden, width = shape[0], shape[1], shape[2] // 2
         for e in range(num_experts):
@@ -82,4 +82,4 @@ def _plain(
     """A parameter that is one tensor, under the names of the modules that lead to it."""
     *modules, leaf = map(str, path)
     name = prefix + ".".join([*modules, _LEAVES[leaf]])
-    return Source(name, shape, at, transpose=leaf == "kernel")
+    return Source(name, shape, at)

@@ -9,6 +9,7 @@ from flax import nnx
 
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.context import LayerContext
+from tbo_jax.layers.linear import Linear, rms_norm
 from tbo_jax.layers.rotary import apply_rotary
 
 
@@ -18,21 +19,11 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
 
-        def linear(fan_in: int, fan_out: int) -> nnx.Linear:
-            return nnx.Linear(
-                fan_in,
-                fan_out,
-                use_bias=config.attention_bias,
-                dtype=config.dtype,
-                param_dtype=config.dtype,
-                kernel_init=nnx.initializers.normal(config.initializer_range),
-                rngs=rngs,
-            )
-
-        self.q_proj = linear(config.hidden_size, heads * head_dim)
-        self.k_proj = linear(config.hidden_size, kv_heads * head_dim)
-        self.v_proj = linear(config.hidden_size, kv_heads * head_dim)
-        self.o_proj = linear(heads * head_dim, config.hidden_size)
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.q_proj = Linear(hidden, heads * head_dim, config, bias=bias, rngs=rngs)
+        self.k_proj = Linear(hidden, kv_heads * head_dim, config, bias=bias, rngs=rngs)
+        self.v_proj = Linear(hidden, kv_heads * head_dim, config, bias=bias, rngs=rngs)
+        self.o_proj = Linear(heads * head_dim, hidden, config, bias=bias, rngs=rngs)
         if config.query_key_norm:
             self.q_norm = rms_norm(head_dim, config, rngs)
             self.k_norm = rms_norm(head_dim, config, rngs)
@@ -54,14 +45,3 @@ class SelfAttention(nnx.Module):
             q, k, v, cache, scale=self.scale, sliding_window=self.sliding_window
         )
         return self.o_proj(out.reshape(tokens, -1)), cache
-
-
-def rms_norm(features: int, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """Root-mean-square norm (Zhang and Sennrich 2019) with the model's epsilon."""
-    return nnx.RMSNorm(
-        features,
-        epsilon=config.rms_norm_eps,
-        dtype=config.dtype,
-        param_dtype=config.dtype,
-        rngs=rngs,
-    )

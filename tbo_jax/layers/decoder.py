@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tbo_jax.layers.attention import SelfAttention, rms_norm
+from tbo_jax.layers.attention import SelfAttention
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.context import LayerContext
+from tbo_jax.layers.linear import Linear, project, rms_norm
 from tbo_jax.layers.mlp import GatedMlp, SparseMoe
 from tbo_jax.stages import StackedLayers, Stage
 
@@ -98,15 +99,7 @@ class CausalLM(nnx.Module):
         self.layers = StackedLayers.stack(layers) if scanned else nnx.List(layers)
         self.norm = rms_norm(config.hidden_size, config, rngs)
         if not config.tie_word_embeddings:
-            self.lm_head = nnx.Linear(
-                config.hidden_size,
-                config.vocab_size,
-                use_bias=False,
-                dtype=config.dtype,
-                param_dtype=config.dtype,
-                kernel_init=normal,
-                rngs=rngs,
-            )
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, config, rngs=rngs)
         self.config = config
 
     def embed(self, token_ids: jax.Array) -> jax.Array:
@@ -117,7 +110,7 @@ class CausalLM(nnx.Module):
         """Hidden states after the last layer [T, D] -> [T, V] float32."""
         normed = self.norm(hidden)
         if self.config.tie_word_embeddings:
-            out = self.embed_tokens.attend(normed)
+            out = project(normed, self.embed_tokens.embedding[...])
         else:
             out = self.lm_head(normed)
         return out.astype(jnp.float32)

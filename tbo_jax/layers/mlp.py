@@ -10,6 +10,7 @@ from flax import nnx
 
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.context import LayerContext
+from tbo_jax.layers.linear import Linear
 from tbo_jax.moe.experts import apply_experts
 from tbo_jax.moe.routing import attach_loss, load_balancing_loss, top_k_softmax
 
@@ -20,20 +21,10 @@ class GatedMlp(nnx.Module):
     """Gated feed-forward block, SwiGLU (Shazeer 2020)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        def linear(fan_in: int, fan_out: int) -> nnx.Linear:
-            return nnx.Linear(
-                fan_in,
-                fan_out,
-                use_bias=config.mlp_bias,
-                dtype=config.dtype,
-                param_dtype=config.dtype,
-                kernel_init=nnx.initializers.normal(config.initializer_range),
-                rngs=rngs,
-            )
-
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = linear(config.intermediate_size, config.hidden_size)
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(hidden, inner, config, bias=bias, rngs=rngs)
+        self.up_proj = Linear(hidden, inner, config, bias=bias, rngs=rngs)
+        self.down_proj = Linear(inner, hidden, config, bias=bias, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, D] -> [T, D]."""
@@ -54,15 +45,7 @@ class SparseMoe(nnx.Module):
             config.hidden_size,
             config.expert_intermediate_size,
         )
-        self.gate = nnx.Linear(
-            hidden,
-            experts,
-            use_bias=False,
-            dtype=config.dtype,
-            param_dtype=config.dtype,
-            kernel_init=normal,
-            rngs=rngs,
-        )
+        self.gate = Linear(hidden, experts, config, rngs=rngs)
 
         def weight(shape: tuple[int, ...]) -> nnx.Param:
             value = normal(rngs.params(), shape, config.dtype)

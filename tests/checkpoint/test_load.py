@@ -119,7 +119,7 @@ def test_each_device_holds_its_share_of_the_experts(scanned):
     weight = layer.mlp.gate_up_proj.get_value()
     shard = weight.addressable_shards[0].data
     assert shard.size * 4 == weight.size
-    assert layer.self_attn.q_proj.kernel.get_value().sharding.is_fully_replicated
+    assert layer.self_attn.q_proj.weight.get_value().sharding.is_fully_replicated
     first = load(DATA / "qwen3_moe").layers[0].mlp.gate_up_proj.get_value()
     np.testing.assert_array_equal(weight[0] if scanned else weight, first)
 

@@ -57,7 +57,7 @@ def entry(begin: int = 0, end: int = 8, shape: Any = (2,), dtype: Any = "F32") -
 def shards(folder: Path, files: dict[str, list[str]], weight_map: object) -> None:
     for file, names in files.items():
         save_file({name: sample((2, 3)) for name in names}, folder / file)
-    (folder / reader.INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / headers.INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,7 +68,7 @@ def test_round_trip(tmp_path: Path, dtype: Any) -> None:
         "empty": sample((3, 0, 2), dtype),
         "cube": sample((2, 3, 4), dtype, 3),
     }
-    save_file(tensors, tmp_path / reader.SINGLE_FILE, metadata={"format": "np"})
+    save_file(tensors, tmp_path / headers.SINGLE_FILE, metadata={"format": "np"})
     folder = TensorFolder.open(tmp_path)
     assert folder.names == tuple(sorted(tensors))
     for name, tensor in tensors.items():
@@ -83,8 +83,8 @@ def test_shards_are_found_through_the_index(tmp_path: Path) -> None:
     tensors = {"a": sample((4,), seed=1), "b": sample((3, 2), seed=2), "c": sample((1,), seed=3)}
     save_file({"a": tensors["a"], "c": tensors["c"]}, tmp_path / "one.safetensors")
     save_file({"b": tensors["b"]}, tmp_path / "two.safetensors")
-    save_file({"z": tensors["b"]}, tmp_path / reader.SINGLE_FILE)  # the index wins over this one
-    (tmp_path / reader.INDEX_FILE).write_text(
+    save_file({"z": tensors["b"]}, tmp_path / headers.SINGLE_FILE)  # the index wins over this one
+    (tmp_path / headers.INDEX_FILE).write_text(
         json.dumps(
             {
                 "metadata": {"total_size": 44},
@@ -128,7 +128,7 @@ def test_slices_equal_numpy_for_every_chunking(
     shape, index = region
     tensor = np.arange(int(np.prod(shape))).reshape(shape).astype(stored)
     path = tmp_path_factory.mktemp("slices")
-    save_file({"before": sample((3,)), "x": tensor}, path / reader.SINGLE_FILE)
+    save_file({"before": sample((3,)), "x": tensor}, path / headers.SINGLE_FILE)
     folder = TensorFolder.open(path)
     wide: Any = np.int32 if stored is np.int8 else np.float64
     with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +146,7 @@ def test_slices_equal_numpy_for_every_chunking(
 
 def test_transpose_over_several_tiles(tmp_path: Path) -> None:
     tensor = np.random.default_rng(0).standard_normal((300, 700)).astype(ml_dtypes.bfloat16)
-    save_file({"x": tensor}, tmp_path / reader.SINGLE_FILE)
+    save_file({"x": tensor}, tmp_path / headers.SINGLE_FILE)
     folder = TensorFolder.open(tmp_path)
     for dtype in (np.float32, ml_dtypes.bfloat16):
         out = np.empty((700, 300), dtype)
@@ -156,7 +156,7 @@ def test_transpose_over_several_tiles(tmp_path: Path) -> None:
 
 def test_reads_into_a_strided_view_and_leaves_the_rest(tmp_path: Path) -> None:
     tensor = sample((4, 3), seed=1)
-    save_file({"x": tensor}, tmp_path / reader.SINGLE_FILE)
+    save_file({"x": tensor}, tmp_path / headers.SINGLE_FILE)
     out = np.full((4, 2, 3), -1.0, np.float32)
     TensorFolder.open(tmp_path).read_into("x", out[:, 1])
     np.testing.assert_array_equal(out[:, 1], tensor)
@@ -165,7 +165,7 @@ def test_reads_into_a_strided_view_and_leaves_the_rest(tmp_path: Path) -> None:
 
 def test_every_bfloat16_bit_pattern_becomes_the_same_float32(tmp_path: Path) -> None:
     bits = np.arange(2**16, dtype=np.uint16)
-    save_file({"x": bits.view(ml_dtypes.bfloat16)}, tmp_path / reader.SINGLE_FILE)
+    save_file({"x": bits.view(ml_dtypes.bfloat16)}, tmp_path / headers.SINGLE_FILE)
     out = np.empty(2**16, np.float32)
     TensorFolder.open(tmp_path).read_into("x", out)
     np.testing.assert_array_equal(out.view(np.uint32), bits.astype(np.uint32) << 16)
@@ -173,17 +173,17 @@ def test_every_bfloat16_bit_pattern_becomes_the_same_float32(tmp_path: Path) -> 
 
 def test_a_contiguous_slice_reads_no_other_byte(tmp_path: Path) -> None:
     tensor = sample((4, 6, 5), seed=1)
-    save_file({"x": tensor}, tmp_path / reader.SINGLE_FILE)
+    save_file({"x": tensor}, tmp_path / headers.SINGLE_FILE)
     folder = TensorFolder.open(tmp_path)
     read: list[tuple[int, int]] = []
-    real = reader._read_exactly
+    real = reader.read_exactly
 
     def spy(stream: Any, offset: int, data: Any) -> None:
         read.append((offset - folder.info("x").offset, data.nbytes))
         real(stream, offset, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "_read_exactly", spy)
+        patch.setattr(reader, "read_exactly", spy)
         folder.read("x", (slice(1, 3),))
         folder.read("x", (slice(2, 3), slice(4, 6)))
     row = 5 * 4
@@ -194,7 +194,7 @@ def test_a_contiguous_slice_reads_no_other_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
 def test_memory_is_the_output_and_one_chunk(tmp_path: Path, transpose: bool, dtype: Any) -> None:
     shape = (4096, 4096)  # 32 MiB in the file
-    save_file({"x": np.zeros(shape, ml_dtypes.bfloat16)}, tmp_path / reader.SINGLE_FILE)
+    save_file({"x": np.zeros(shape, ml_dtypes.bfloat16)}, tmp_path / headers.SINGLE_FILE)
     folder = TensorFolder.open(tmp_path)
     out = np.ones(shape, dtype)
     tracemalloc.start()
@@ -216,7 +216,7 @@ def test_memory_is_the_output_and_one_chunk(tmp_path: Path, transpose: bool, dty
 
 def test_threads_share_a_folder(tmp_path: Path) -> None:
     tensors = {f"t{i}": sample((64, 33), seed=i) for i in range(16)}
-    save_file(tensors, tmp_path / reader.SINGLE_FILE)
+    save_file(tensors, tmp_path / headers.SINGLE_FILE)
     folder = TensorFolder.open(tmp_path)
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(8) as pool:
         patch.setattr(reader, "_CHUNK", 256)
@@ -248,7 +248,7 @@ def test_wrong_calls_are_refused(
     tmp_path: Path, call: Callable[[TensorFolder], object], message: str
 ) -> None:
     tensors = {"x": sample((2, 3)), "v": sample((2,)), "i": sample((2,), np.int32)}
-    save_file(tensors, tmp_path / reader.SINGLE_FILE)
+    save_file(tensors, tmp_path / headers.SINGLE_FILE)
     with pytest.raises(ValueError, match=message):
         call(TensorFolder.open(tmp_path))
 
@@ -294,10 +294,10 @@ def test_wrong_calls_are_refused(
 def test_a_broken_header_is_refused(
     tmp_path: Path, header: object, data: bytes, message: str
 ) -> None:
-    write(tmp_path / reader.SINGLE_FILE, header, data)
+    write(tmp_path / headers.SINGLE_FILE, header, data)
     with pytest.raises(CheckpointError, match=message) as error:
         TensorFolder.open(tmp_path)
-    assert reader.SINGLE_FILE in str(error.value)
+    assert headers.SINGLE_FILE in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_a_broken_header_is_refused(
     ],
 )
 def test_a_file_without_a_header_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / reader.SINGLE_FILE).write_bytes(content)
+    (tmp_path / headers.SINGLE_FILE).write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         TensorFolder.open(tmp_path)
 
@@ -323,11 +323,11 @@ def test_damage_to_a_header_is_an_error_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("damage")
-    write(path / reader.SINGLE_FILE, {"x": entry(), "y": entry(8, 16)}, b"\0" * 16)
-    content = bytearray((path / reader.SINGLE_FILE).read_bytes())
+    write(path / headers.SINGLE_FILE, {"x": entry(), "y": entry(8, 16)}, b"\0" * 16)
+    content = bytearray((path / headers.SINGLE_FILE).read_bytes())
     at = data.draw(st.integers(0, len(content) - 17))
     content[at] = data.draw(st.integers(0, 255))
-    (path / reader.SINGLE_FILE).write_bytes(content)
+    (path / headers.SINGLE_FILE).write_bytes(content)
     try:
         folder = TensorFolder.open(path)
     except CheckpointError:
@@ -353,7 +353,7 @@ TWO = "model-00002-of-00002.safetensors"
             {"a": ONE, "b": TWO, "c": TWO},
             f"{TWO}: tensor 'b' is missing, .*; it is in {ONE}",
         ),
-        ({ONE: ["a", "b"]}, {"a": ONE}, f"{ONE}: {reader.INDEX_FILE} does not list tensor 'b'"),
+        ({ONE: ["a", "b"]}, {"a": ONE}, f"{ONE}: {headers.INDEX_FILE} does not list tensor 'b'"),
         (
             {ONE: ["a", "b"], TWO: ["b"]},
             {"a": ONE, "b": TWO},
@@ -383,8 +383,8 @@ def test_the_truncated_shard_is_named(tmp_path: Path) -> None:
 
 
 def test_a_broken_index_is_refused(tmp_path: Path) -> None:
-    (tmp_path / reader.INDEX_FILE).write_text("{")
-    with pytest.raises(CheckpointError, match=f"{reader.INDEX_FILE} is not valid JSON"):
+    (tmp_path / headers.INDEX_FILE).write_text("{")
+    with pytest.raises(CheckpointError, match=f"{headers.INDEX_FILE} is not valid JSON"):
         TensorFolder.open(tmp_path)
 
 
@@ -397,7 +397,7 @@ def test_a_folder_without_weights_says_what_it_holds(tmp_path: Path) -> None:
 
 
 def test_a_file_that_shrinks_or_goes_after_opening_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / reader.SINGLE_FILE
+    path = tmp_path / headers.SINGLE_FILE
     save_file({"x": sample((8,))}, path)
     folder = TensorFolder.open(tmp_path)
     path.write_bytes(path.read_bytes()[:-4])

@@ -1,0 +1,67 @@
+"""Linear maps and norms, as all decoder layers make them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tbo_jax.layers.config import DecoderConfig
+
+FEW_ROWS = 64  # up to here `project` puts the weight on the left on CPU
+
+
+def project(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x @ weight.T`: [T, K], [N, K] -> [T, N]."""
+    if x.shape[0] > FEW_ROWS:
+        return _plain(x, weight)
+    return jax.lax.platform_dependent(x, weight, cpu=_weight_on_the_left, default=_plain)
+
+
+def _plain(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.einsum("tk,nk->tn", x, weight)
+
+
+def _weight_on_the_left(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The same product turned round: Eigen, which XLA:CPU calls, is faster so with few rows.
+
+    The seven products of a layer of SmolLM2-135M, 30 layers, 2 cores, jax 0.10.2: 43 ms against 67
+    for 16 rows, 32 against 50 for 2. The clamp changes nothing; without it XLA turns the product
+    back before it compiles it.
+    """
+    turned = jnp.einsum("nk,tk->nt", weight, x)
+    limit = jnp.array(jnp.inf, turned.dtype)
+    return jax.lax.clamp(-limit, turned, limit).T
+
+
+class Linear(nnx.Module):
+    """`x @ weight.T + bias` with the weight as checkpoints keep it, [out, in]."""
+
+    def __init__(
+        self,
+        fan_in: int,
+        fan_out: int,
+        config: DecoderConfig,
+        *,
+        bias: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        init = nnx.initializers.normal(config.initializer_range)
+        self.weight = nnx.Param(init(rngs.params(), (fan_out, fan_in), config.dtype))
+        self.bias = nnx.Param(jnp.zeros(fan_out, config.dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, in] -> [T, out]."""
+        y = project(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+def rms_norm(features: int, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """Root-mean-square norm (Zhang and Sennrich 2019) with the model's epsilon."""
+    return nnx.RMSNorm(
+        features,
+        epsilon=config.rms_norm_eps,
+        dtype=config.dtype,
+        param_dtype=config.dtype,
+        rngs=rngs,
+    )
