@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from tbo_jax.checkpoint import headers
 from tbo_jax.checkpoint import safetensors as reader
 from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder
 
