@@ -24,8 +24,9 @@ $(VENV)/.dev: $(VENV)/.test
 
 decode: $(VENV)/.base  ## decode the bundled model; MODEL=DIR_OR_HUB_ID for another
 	$(BIN)/python examples/decode.py --model $(MODEL) --max-new-tokens 60 \
+		--temperature 0.7 --top-p 0.9 --seed 1 \
 		--prompt "In the beginning God" --prompt "And Jesus said unto them," \
-		--prompt "Blessed is the man that" --prompt "And it came to pass in those days, that the king"
+		--prompt "Blessed is the man that" --prompt "And it came to pass in those days, that"
 
 test: $(VENV)/.test  ## run the tests
 	$(BIN)/python -m pytest
@@ -42,8 +43,9 @@ format: $(VENV)/.dev  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-train: $(VENV)/.base  ## train the bundled model anew (hours on a laptop), into build/kjv-moe
-	$(BIN)/python examples/train.py --out build/kjv-moe
+train: $(VENV)/.base  ## train the bundled model anew (under an hour on 2 cores), into build/kjv-moe
+	$(BIN)/python examples/train.py --out build/kjv-moe --steps 1800 --batch 8 \
+		--learning-rate 2.5e-3 --save-every 150
 
 bench: $(VENV)/.base  ## time decoding; MODEL=DIR for a checkpoint
 	$(BIN)/python benchmarks/decode.py --model $(MODEL)

@@ -153,17 +153,20 @@ def measure(
 
 
 def measure_memory(args: Arguments) -> dict[str, float]:
-    """Peak resident memory of decoding, against weights and cache; MiB."""
+    """Peak resident memory of compiling and decoding, against weights and cache; MiB (Linux)."""
     script = f"""
-import json, resource, jax
-from flax import nnx
+import json
+from pathlib import Path
 from tbo_jax import LLM, OverlapConfig, SamplingParams
 llm = LLM({str(args.model)!r}, devices=1, dtype="float32", overlap=OverlapConfig(),
-          max_context=1024, max_sequences={args.requests})
+          max_context=1024, max_sequences={args.requests}, compilation_cache=False)
 llm.generate([[9] * 100] * {args.requests}, SamplingParams(max_new_tokens=32, ignore_eos=True))
 runner = llm.engine.runner
+# Not getrusage: its figure starts from what the parent process had.
+status = Path("/proc/self/status").read_text()
+peak = int(status.split("VmHWM:")[1].split()[0])
 print(json.dumps({{
-    "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    "peak": peak / 1024,
     "weights": sum(w.nbytes for w in runner._weights) / 2**20,
     "pages": runner.cache.num_pages,
     "page_size": runner.cache.page_size,
