@@ -2,7 +2,8 @@
 
     python benchmarks/decode.py --model DIR [--repeats 3] [--json FILE]
 
-Two loads: one request, and 16 requests of mixed lengths. Subjects: tbo_jax with USE_TBO=0 and with
+Two loads: one request, and 16 requests of mixed lengths, spread evenly on a logarithmic scale as
+real requests roughly are: many short, a few long. Subjects: tbo_jax with USE_TBO=0 and with
 USE_TBO=1, and, if it is installed, transformers on the same weights in float32, greedy, with its
 key/value cache, as one left-padded batch that ends with its longest request. All subjects make the
 tokens that were asked for (no end-of-sequence stop), and only those count. Medians over the
@@ -51,7 +52,7 @@ class Arguments:
     requests: int = 16
     """Requests of the second load."""
     new_tokens: int = 64
-    """Tokens of the single request; the mixed ones ask for a quarter of it to twice as many."""
+    """Tokens of the single request; the mixed ones ask for an eighth to four times of it."""
     transformers: bool = True
     """Compare with transformers, if it is installed."""
     memory: bool = True
@@ -67,11 +68,12 @@ def make_loads(args: Arguments, vocabulary: int) -> dict[str, Load]:
     def prompt(length: int) -> list[int]:
         return rng.integers(5, vocabulary, length).tolist()
 
-    longest = 2 * args.new_tokens
-    mixed = [
-        (prompt(int(rng.integers(4, 160))), int(rng.integers(args.new_tokens // 4, longest + 1)))
-        for _ in range(args.requests)
-    ]
+    def spread(low: float, high: float) -> list[int]:
+        """One number per request, log-evenly from `low` to `high`, in random order."""
+        return rng.permutation(np.geomspace(low, high, args.requests).round().astype(int)).tolist()
+
+    wanted = spread(args.new_tokens / 8, args.new_tokens * 4)
+    mixed = [(prompt(n), count) for n, count in zip(spread(4, 256), wanted, strict=True)]
     return {"1 request": [(prompt(16), args.new_tokens)], f"{args.requests} requests": mixed}
 
 

@@ -11,7 +11,9 @@ given, then one with statistics. Exit status: 0, 1 if a prompt could not run, 2 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ import tyro
 
 from tbo_jax import LLM, Completion, SamplingParams, TokenEvent
 from tbo_jax.progress import progress_bar
+from tbo_jax.sampling_params import MAX_SEED
 
 BUNDLED = Path(__file__).parent / "kjv-moe"
 MOST_SEQUENCES = 16  # of one step on one device; further prompts wait their turn
@@ -33,7 +36,7 @@ class Arguments:
     model: str = str(BUNDLED)
     """Hugging Face folder, or id of a model on the hub. Default: the bundled one."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to continue; repeat for several prompts."""
+    """Text to continue; repeat for several prompts (--prompt=TEXT if it begins with a dash)."""
     prompts_file: Path | None = None
     """File with a prompt per line, after those of --prompt; empty lines are passed over."""
     chat: bool = False
@@ -50,8 +53,8 @@ class Arguments:
     """Drop tokens less probable than this fraction of the best one's; 0 is off."""
     seed: int | None = None
     """Prompt i samples with seed SEED + i; default: a random one."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a generation."""
+    stop: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    """Texts that end a generation; several, or the option repeated."""
     dtype: Literal["bfloat16", "float32"] | None = None
     """Of weights and compute; default float32 on CPU, bfloat16 elsewhere."""
     devices: int | None = None
@@ -114,7 +117,7 @@ def read_prompts(args: Arguments) -> list[str]:
     prompts = list(args.prompt)
     if args.prompts_file is not None:
         try:
-            lines = args.prompts_file.read_text("utf-8").splitlines()
+            lines = args.prompts_file.read_text("utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--prompts-file {args.prompts_file}: {error}") from error
         prompts += [line for line in lines if line.strip()]
@@ -132,8 +135,8 @@ def sampling_params(args: Arguments, count: int) -> list[SamplingParams]:
             top_k=args.top_k,
             top_p=args.top_p,
             min_p=args.min_p,
-            seed=None if args.seed is None else args.seed + i,
-            stop=args.stop,
+            seed=None if args.seed is None else (args.seed + i) % (MAX_SEED + 1),
+            stop=tuple(text for texts in args.stop for text in texts),
         )
         for i in range(count)
     ]
@@ -180,7 +183,7 @@ def decode(args: Arguments) -> int:
 
             def count(index: int, event: TokenEvent) -> None:
                 nonlocal done
-                done += 1
+                done += event.token_id is not None
                 update(done, most)
 
             completions = llm.generate(inputs, params, count)
@@ -209,8 +212,13 @@ def summary(stats: dict[str, Any]) -> str:
 
 def main() -> int:
     args = tyro.cli(Arguments, description=__doc__)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a prompt may hold what UTF-8 does not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return decode(args)
+    except BrokenPipeError:  # `decode.py ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except ValueError as error:
         print(f"decode.py: {error}", file=sys.stderr)
         return 2

@@ -14,6 +14,8 @@ def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
     hf.expect("use_sliding_window", False, None)
     layers, period = hf.number("num_hidden_layers"), hf.number("decoder_sparse_step", 1)
     named = hf.values.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(i in range(layers) for i in named):
+        raise ValueError(f"{hf.source}: mlp_only_layers must list layers below {layers}: {named!r}")
     dense = {i for i in range(layers) if i in named or (i + 1) % period}
     return hf.common(
         dtype,

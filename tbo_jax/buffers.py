@@ -15,8 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tbo_jax.attention.work import AttentionWork
 
-PADDING_PAGE = 0  # unused entries of page tables point here; no sequence owns it
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -153,6 +153,14 @@ class ModelRunner:
             Logits float32 [R, B, V] ([R, T, V] with `logits="all"`; rows of padding are undefined),
             and the buffers.
         """
+        if batch.mask_offsets is not None or batch.rotary_tables is not None:
+            raise ValueError(
+                "mask_offsets and rotary_tables are split, but no model here reads them"
+            )
+        if batch.positions.ndim != 2:
+            raise ValueError(
+                f"positions must be [R, T] for these models, got shape {batch.positions.shape}"
+            )
         return self.compile(bucket)(self._weights, buffers, batch)
 
     def compile(self, bucket: Bucket) -> jax.stages.Compiled:

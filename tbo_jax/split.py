@@ -56,8 +56,8 @@ def split_batch_decoder_layers(
             decrease, lie outside [0, n] or give a micro-batch of more than C tokens. Inside jit
             the caller answers for that: tokens beyond C would be lost.
     """
-    if num_micro_batches < 1:
-        raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
+    if not isinstance(num_micro_batches, int) or num_micro_batches < 1:
+        raise ValueError(f"num_micro_batches must be an integer from 1, got {num_micro_batches!r}")
     if cut is not None and image_token_id is not None:
         raise ValueError("give cut or image_token_id, not both: a given cut is taken as it is")
     tokens = batch.token_capacity
@@ -109,7 +109,7 @@ def _balanced_cuts(num_tokens, count: int) -> jax.Array:
 
 
 def _given_cuts(cut, count: int) -> jax.Array:
-    given = jnp.asarray(cut)
+    given = jnp.asarray(cut, jnp.int32 if isinstance(cut, list | tuple) and not cut else None)
     if not jnp.issubdtype(given.dtype, jnp.integer):
         raise ValueError(f"a cut is a number of tokens, got {cut!r}")
     cuts = jnp.atleast_1d(given).astype(jnp.int32)

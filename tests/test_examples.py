@@ -100,6 +100,21 @@ def test_decode_errors(example, monkeypatch, capsys, words, environ, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "stop"),
+    [
+        ([], ()),
+        (["--stop", "a", "b"], ("a", "b")),
+        (["--stop", "a", "--stop", "b"], ("a", "b")),
+        (["--stop", "a", "b", "--stop", "c"], ("a", "b", "c")),
+    ],
+)
+def test_stop_takes_several_texts(example, words, stop):
+    decode = example("decode")
+    args = tyro.cli(decode.Arguments, args=["--prompt", "x", *words])
+    assert decode.sampling_params(args, 1)[0].stop == stop
+
+
 def test_unknown_option_is_refused(example):
     with pytest.raises(SystemExit) as stopped:
         run_decode(example("decode"), "--prompt", "a", "--dtype", "int3")

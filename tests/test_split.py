@@ -387,7 +387,9 @@ SMALL = batch_of(ragged_of([3, 4]))
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_no_micro_batches_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"num_micro_batches must be at least 1, got {count}"):
+    with pytest.raises(
+        ValueError, match=f"num_micro_batches must be an integer from 1, got {count}"
+    ):
         split_batch_decoder_layers(SMALL, count)
 
 

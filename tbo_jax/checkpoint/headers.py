@@ -70,9 +70,6 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-# --- Headers and index: everything that is checked before a weight is read ------------------------
-
-
 def read_folder(root: Path) -> dict[str, TensorInfo]:
     if (root / INDEX_FILE).exists():
         return _read_shards(root, root / INDEX_FILE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ class EngineStatistics:
 
     steps: int = 0
     steps_split: int = 0  # run as several micro-batches
-    generated_tokens: int = 0
+    generated_tokens: int = 0  # without end-of-sequence tokens
     prompt_tokens: int = 0
     step_seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -160,6 +161,27 @@ class Engine:
         """Run one step over all ranks; returns an event for each sampled token."""
         start = time.perf_counter()
         plan = self.scheduler.schedule()
+        try:
+            events = self._run(plan)
+        except BaseException:
+            self._give_up(plan)
+            raise
+        self.statistics.step_seconds += time.perf_counter() - start
+        return events
+
+    def _give_up(self, plan: StepPlan) -> None:
+        """A step was interrupted or failed: drop all requests, and be ready for new ones.
+
+        The buffers were donated to the step, so the cache may be gone.
+        """
+        with contextlib.suppress(RuntimeError):  # it was committed already
+            self.scheduler.discard(plan)
+        for request_id in list(self._running):
+            self.abort(request_id)
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._buffers)):
+            self._buffers = self.runner.allocate()
+
+    def _run(self, plan: StepPlan) -> list[TokenEvent]:
         bucket = self._bucket(plan)
         batch = stack_batches([self._pack(rank, bucket) for rank in plan.ranks])
         logits, self._buffers = self.runner.step(bucket, self._buffers, batch)
@@ -167,7 +189,7 @@ class Engine:
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *inputs)
         tokens = np.asarray(self._sampler(bucket.sequences)(logits, stacked))
         events = self._commit(plan, tokens)
-        self._count(bucket, len(events), time.perf_counter() - start)
+        self._count(bucket)
         return events
 
     def _bucket(self, plan: StepPlan) -> Bucket:
@@ -238,6 +260,7 @@ class Engine:
                     text[request.request_id] = ""
                     stopped.add(request.request_id)
                     continue
+                self.statistics.generated_tokens += 1
                 text[request.request_id] = running.stream.push(token)
                 if running.stream.stopped:
                     stopped.add(request.request_id)
@@ -257,13 +280,11 @@ class Engine:
         running = self._running.pop(request_id)
         return running.request, running.stream.text
 
-    def _count(self, bucket: Bucket, sampled: int, seconds: float) -> None:
+    def _count(self, bucket: Bucket) -> None:
         stats = self.statistics
         count = self.runner.micro_batches(bucket)
         stats.steps += 1
         stats.steps_split += count > 1
-        stats.generated_tokens += sampled
-        stats.step_seconds += seconds
         name = f"{'decode' if bucket.decode else 'prefill'} {bucket.tokens} x{count}"
         stats.steps_by_bucket[name] = stats.steps_by_bucket.get(name, 0) + 1
 

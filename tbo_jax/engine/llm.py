@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from tbo_jax.checkpoint.hub import resolve_model
@@ -127,7 +128,12 @@ class LLM:
         longest = config.max_position_embeddings if max_context is None else max_context
         if num_pages is None:
             num_pages = _default_pages(config, self.mesh, page_size, max_sequences, longest)
-        longest = min(longest, (num_pages - 1) * page_size)
+        held = (num_pages - 1) * page_size
+        if max_context is not None and max_context > held:
+            raise ValueError(
+                f"max_context {max_context} does not fit: the cache of a device holds {held} tokens"
+            )
+        longest = min(longest, held)
         runner = ModelRunner(
             weights,
             CacheConfig(num_pages, page_size, -(-longest // page_size), max_tokens),
@@ -166,12 +172,17 @@ class LLM:
         Raises:
             ValueError: `params` of another number than `prompts`.
         """
+        if isinstance(prompts, str):
+            prompts = [prompts]
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(prompts)
         else:
             each = list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(each)} SamplingParams")
+        for wanted in each:
+            if not isinstance(wanted, SamplingParams):
+                raise ValueError(f"params must be SamplingParams, got {wanted!r}")
         done: dict[int, Completion] = {}
         index_of: dict[int, int] = {}
         start = time.perf_counter()
@@ -207,12 +218,15 @@ class LLM:
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        items = list(prompt)
+        refused = "a prompt is a text, a list of token ids, or a list of chat messages"
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
+            raise ValueError(f"{refused}, got {type(prompt).__name__}")
+        items: list[Any] = list(prompt)
         if items and all(isinstance(item, Mapping) for item in items):
-            return self.tokenizer.encode_chat(items)  # type: ignore[arg-type]
-        if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-            return items  # type: ignore[return-value]
-        raise ValueError("a prompt is a text, a list of token ids, or a list of chat messages")
+            return self.tokenizer.encode_chat(items)
+        if all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in items):
+            return [int(item) for item in items]
+        raise ValueError(refused)
 
     @property
     def statistics(self) -> dict[str, Any]:
@@ -237,13 +251,14 @@ class LLM:
         if ended and not request.params.ignore_eos:
             tokens = tokens[:-1]
         reason = request.finish_reason or "error"
-        return Completion(prompt, list(request.prompt_token_ids), tokens, text, reason)
+        ids = list(request.prompt_token_ids)
+        return Completion(prompt, ids, tokens, text, reason, request.error)
 
 
 def use_compilation_cache() -> None:
     """Have JAX keep compiled programs in the user's cache folder, if nothing else is configured."""
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         jax.config.update("jax_compilation_cache_dir", str(root / "tbo_jax" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

@@ -92,6 +92,13 @@ class HfConfig:
                 "key/value heads"
             )
         head_dim = self.number("head_dim", extra.pop("default_head_dim", hidden // heads))
+        if head_dim % 2:
+            raise ValueError(
+                f"{self.source}: head_dim {head_dim} is odd, rotary pairs need it even"
+            )
+        experts, chosen = extra.get("num_experts", 0), extra.get("num_experts_per_token", 0)
+        if chosen > experts:
+            raise ValueError(f"{self.source}: {chosen} experts a token, of only {experts}")
         fields: dict[str, Any] = dict(
             model_type=self.values["model_type"],
             vocab_size=self.number("vocab_size"),

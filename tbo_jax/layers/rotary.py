@@ -35,7 +35,10 @@ class RotaryConfig:
         Raises:
             ValueError: a scaling type that is not supported, or one that lacks a key.
         """
-        parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"rope_scaling must be an object, got {given!r}")
+        parameters = dict(given)
         theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
         named = parameters.pop("rope_type", None)
         legacy = parameters.pop("type", None)
@@ -55,6 +58,9 @@ class RotaryConfig:
         missing = [key for key in needed[kind] if parameters.get(key) is None]
         if missing:
             raise ValueError(f"RoPE scaling {kind!r} needs {', '.join(missing)} in config.json")
+        for key in needed[kind]:
+            if isinstance(parameters[key], bool) or not isinstance(parameters[key], int | float):
+                raise ValueError(f"RoPE scaling {key} must be a number, got {parameters[key]!r}")
         options = tuple(sorted((k, v) for k, v in parameters.items() if v is not None))
         longest = int(config.get("max_position_embeddings") or 2048)
         return cls(head_dim, float(theta), longest, kind, options)

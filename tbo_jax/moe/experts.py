@@ -20,7 +20,7 @@ def apply_experts(
     Args:
         rows: [M, D].
         experts: [M, K] int32, index among this device's experts; anything outside [0, E) is an
-            expert of another device, or none, and adds nothing.
+            expert of another device, or none, and adds nothing. A row names an expert once.
         weights: [M, K].
         gate_up: [E, D, 2F], gate projection first.
         down: [E, F, D].

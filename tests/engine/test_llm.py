@@ -159,6 +159,36 @@ def test_a_raising_callback_leaves_a_usable_engine(llm):
     assert [c.token_ids for c in llm.generate(GOLDEN.prompts, greedy())] == GOLDEN.greedy
 
 
+def test_an_interrupted_step_leaves_a_usable_engine(llm, monkeypatch):
+    """The step has taken the donated buffers when the interrupt comes."""
+    step = llm.engine.runner.step
+
+    def interrupted(bucket, buffers, batch):
+        step(bucket, buffers, batch)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine.runner, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(GOLDEN.prompts, greedy())
+    monkeypatch.undo()
+    assert not llm.engine.has_work
+    assert [c.token_ids for c in llm.generate(GOLDEN.prompts, greedy())] == GOLDEN.greedy
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"ab", {"role": "user"}, [1.5], [True]])
+def test_a_prompt_of_no_known_kind_costs_the_others_nothing(llm, prompt):
+    bad, good = llm.generate([prompt, GOLDEN.prompts[0]], greedy(2))
+    assert "a prompt is a text, a list of token ids, or a list of chat messages" in bad.error
+    assert good.token_ids == GOLDEN.greedy[0][:2]
+
+
+def test_numpy_token_ids_and_a_single_text(llm):
+    (done,) = llm.generate([np.array(GOLDEN.prompts[0])], greedy(2))
+    assert done.token_ids == GOLDEN.greedy[0][:2]
+    (single,) = llm.generate(" ".join(f"w{t}" for t in GOLDEN.prompts[0]), greedy(2))
+    assert single.token_ids == done.token_ids
+
+
 def test_text_prompts_and_statistics(llm):
     text = " ".join(f"w{t}" for t in GOLDEN.prompts[0])
     before = llm.statistics
@@ -182,6 +212,7 @@ def test_text_prompts_and_statistics(llm):
         ({"devices": 0}, "0 devices were asked for"),
         ({"devices": 3}, "8 experts cannot be shared equally by 3 devices"),
         ({"max_context": 1000}, "max_context 1000 is out of range: expected 2 to 128"),
+        ({"max_context": 128, "num_pages": 8}, "max_context 128 does not fit: .* 28 tokens"),
         ({"page_size": 0}, "page_size must be at least 1, got 0"),
         ({"max_tokens": 1}, "max_tokens is 1: expected at least max_sequences, 2"),
         ({"dtype": "float16"}, "dtype 'float16' is not supported"),
@@ -209,6 +240,8 @@ def test_missing_tokenizer(tmp_path):
 def test_params_of_another_number(llm):
     with pytest.raises(ValueError, match="3 prompts and 2 SamplingParams"):
         llm.generate(GOLDEN.prompts, [greedy(), greedy()])
+    with pytest.raises(ValueError, match="params must be SamplingParams"):
+        llm.generate(GOLDEN.prompts[:1], [{"temperature": 1}])
 
 
 def test_dense_model_says_that_nothing_overlaps(tmp_path, caplog):
