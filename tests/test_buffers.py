@@ -17,8 +17,8 @@ from tbo_jax import (
     run_layers,
     split_batch_decoder_layers,
 )
+from tbo_jax.attention.cache import KeyValueCache, LayerCache
 from tbo_jax.attention.work import plan_attention
-from tbo_jax.buffers import KeyValueCache, LayerCache
 from tbo_jax.layers.context import PagedAttention
 from tbo_jax.sharding import make_mesh
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.work import AttentionWork, num_work_items
 from tbo_jax.batch import ForwardBatch
-from tbo_jax.buffers import LayerCache
 
 KEY_BLOCK = 64  # keys per block of the running softmax (XLA:CPU: 10 % less step time than 128)
 

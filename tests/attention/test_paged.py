@@ -14,10 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tbo_jax import ForwardBatch, gather_tokens, split_batch_decoder_layers
+from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.dense import dense_causal_attention
 from tbo_jax.attention.paged import paged_attention, write_pages
 from tbo_jax.attention.work import AttentionWork, plan_attention
-from tbo_jax.buffers import LayerCache
 
 TOKENS, ROWS = 24, 4
 # Rows of up to 320 keys, three blocks of them: 20 pages are no whole number of blocks of 8.
