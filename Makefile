@@ -28,8 +28,9 @@ decode: $(VENV)/.base  ## decode the bundled model; MODEL=DIR_OR_HUB_ID for anot
 		--prompt "In the beginning God" --prompt "And Jesus said unto them," \
 		--prompt "Blessed is the man that" --prompt "And it came to pass in those days, that"
 
+# Two workers, a file to each: XLA compiles mostly on one core, and files share what they compile.
 test: $(VENV)/.test  ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(VENV)/.test  ## also the tests on real models (TBO_REAL_MODEL, TBO_REAL_MODEL_MOE)
 	$(BIN)/python -m pytest -m "real_model or not real_model"
