@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -265,10 +266,9 @@ def use_compilation_cache() -> None:
 
 def _make_devices(count: int | None) -> Mesh:
     if count is not None and count >= 1:
-        try:
+        # RuntimeError: JAX is in use already, and the devices are what they are.
+        with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
-        except RuntimeError:  # JAX is in use already: the devices are what they are
-            return make_mesh(count)
     return make_mesh(count)
 
 
