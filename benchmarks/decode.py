@@ -35,8 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tbo_jax import LLM, OverlapConfig, SamplingParams
+from tbo_jax.buffers import kv_bytes_per_page
 from tbo_jax.progress import progress_bar
-from tbo_jax.runner import kv_bytes_per_page
 
 Load = list[tuple[list[int], int]]  # prompt token ids, tokens to generate
 
@@ -83,7 +83,7 @@ def tbo_subject(args: Arguments, use_tbo: bool) -> Callable[[Load], None]:
         args.model,
         devices=1,
         dtype="float32",
-        overlap=OverlapConfig(use_tbo),
+        overlap=OverlapConfig("on" if use_tbo else "off"),
         max_context=1024,
         max_sequences=args.requests,
         show_progress=True,

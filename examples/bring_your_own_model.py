@@ -114,13 +114,16 @@ def make_forward(model: Decoder, mesh: jax.sharding.Mesh, num_micro_batches: int
 
 
 def main() -> None:
+    overlap = OverlapConfig.from_env()
+    if overlap.mode == "auto":
+        raise SystemExit("USE_TBO=auto: the engine decides that when it warms up; expected 0 or 1")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     mesh = make_mesh()
     model = Decoder(nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(1), (mesh.size * 4, 32), 0, VOCABULARY)
     plain, weights = make_forward(model, mesh, 1)
     expected = plain(weights, tokens)
-    count = OverlapConfig.from_env().micro_batches(tokens.size // mesh.size)
+    count = overlap.micro_batches(tokens.size // mesh.size)
     forward, weights = make_forward(model, mesh, count)
     logits = forward(weights, tokens)
     error = float(jnp.abs(logits - expected).max())

@@ -3,6 +3,8 @@
     python examples/decode.py --model DIR_OR_HUB_ID --prompt "In the beginning"
     USE_TBO=1 python examples/decode.py --devices 4 --prompt "And it came to pass" --json
 
+USE_TBO=auto times the steps of each size both ways and splits those that this makes faster.
+
 Text streams as it comes: of several prompts, which are decoded together, the first unfinished one
 streams and the others follow in order. With --json one object per prompt is printed in the order
 given, then one with statistics. Exit status: 0, 1 if a prompt could not run, 2 if nothing could.
@@ -201,10 +203,14 @@ def decode(args: Arguments) -> int:
 
 def summary(stats: dict[str, Any]) -> str:
     """One line for people."""
+    choice = f"USE_TBO={stats['use_tbo']}"
+    if stats["use_tbo"] == "auto":
+        chosen = [decision["micro_batches"] for decision in stats["decisions"].values()]
+        choice += f" ({sum(n > 1 for n in chosen)} of {len(chosen)} buckets split)"
     return (
         f"[{stats['generated_tokens']} tokens in {stats['seconds']:.2f} s, "
         f"{stats['tokens_per_second']:.1f} tokens/s; {stats['steps']} steps, "
-        f"{stats['steps_split']} split, USE_TBO={stats['use_tbo']}; "
+        f"{stats['steps_split']} split, {choice}; "
         f"{stats['devices']} {stats['platform']} device(s); "
         f"compiled in {stats['compile_seconds']:.1f} s]"
     )

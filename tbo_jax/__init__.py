@@ -5,8 +5,9 @@ from tbo_jax.buffers import AttentionBuffers, allocate_attention_buffers
 from tbo_jax.config import OverlapConfig
 from tbo_jax.engine.engine import TokenEvent
 from tbo_jax.engine.llm import LLM, Completion
-from tbo_jax.runner import Bucket, CacheConfig, ModelRunner
+from tbo_jax.runner import ModelRunner
 from tbo_jax.sampling_params import SamplingParams
+from tbo_jax.shapes import Bucket, CacheConfig
 from tbo_jax.split import gather_tokens, split_batch_decoder_layers
 from tbo_jax.stages import StackedLayers, Stage, run_layers
 

@@ -71,7 +71,7 @@ def allocate_attention_buffers(
     sharding = NamedSharding(mesh, PartitionSpec(axis))
     arrays = 1 if stacked else num_layers
     rows = mesh.size * num_pages * (num_layers if stacked else 1)
-    shape = (rows, page_size, num_kv_heads, head_dim)
+    shape = (rows, page_size, num_kv_heads * head_dim)
 
     def zeros() -> AttentionBuffers:
         # Zeros, never uninitialised: what a masked read meets must not be a NaN of another program.
@@ -84,3 +84,9 @@ def allocate_attention_buffers(
         return AttentionBuffers(cache, tuple(work for _ in range(num_micro_batches)))
 
     return jax.jit(zeros, out_shardings=sharding)()
+
+
+def kv_bytes_per_page(config: Any, page_size: int) -> int:
+    """Bytes of keys and values of one page over all layers."""
+    elements = 2 * config.num_layers * page_size * config.num_kv_heads * config.head_dim
+    return elements * jnp.dtype(config.dtype).itemsize

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -17,42 +16,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tbo_jax.attention.work import plan_attention
 from tbo_jax.batch import ForwardBatch
 from tbo_jax.buffers import AttentionBuffers, allocate_attention_buffers
+from tbo_jax.compiler_options import Options, compiler_options
 from tbo_jax.config import OverlapConfig
+from tbo_jax.kernels import choose_kernels
 from tbo_jax.layers.context import LayerContext, PagedAttention, live_tokens
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.rotary import rotary_table
 from tbo_jax.moe.exchange import Exchange, LocalExchange, Transport, make_exchange
+from tbo_jax.shapes import Bucket, CacheConfig, Program
 from tbo_jax.sharding import RANKS, parameter_spec
 from tbo_jax.split import gather_tokens, split_batch_decoder_layers
 from tbo_jax.stages import StackedLayers, run_layers
 
 logger = logging.getLogger(__name__)
 
-PREFILL_QUERY_BLOCK = 8  # queries of one sequence computed together in a step that prefills
-
-
-@dataclass(frozen=True, order=True)
-class Bucket:
-    """The static shape of a step, per rank."""
-
-    tokens: int  # T, token slots
-    sequences: int  # B, sequence rows
-    decode: bool = False  # every sequence has one token: blocks of one query
-
-    @property
-    def query_block(self) -> int:
-        """Queries of one attention work item."""
-        return 1 if self.decode else min(PREFILL_QUERY_BLOCK, self.tokens)
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    """Size of the paged key/value cache of each device."""
-
-    num_pages: int
-    page_size: int
-    pages_per_sequence: int  # columns P of a page table: longest context / page_size
-    max_tokens: int  # most tokens of one step
+Progress = Callable[[int, int], None]  # done, in all
 
 
 class ModelRunner:
@@ -96,7 +74,9 @@ class ModelRunner:
         flat = nnx.to_flat_state(state)
         self._specs = [parameter_spec(path, variable) for path, variable in flat]
         self._weights, self._structure = jax.tree.flatten(state)
-        self._compiled: dict[tuple[Bucket, int], jax.stages.Compiled] = {}
+        self.kernels = choose_kernels(mesh.devices.flat[0], model.config)
+        self._compiled: dict[Program, jax.stages.Compiled] = {}
+        self._chosen: dict[Bucket, int] = {}
         self._exchange: Exchange = LocalExchange()
         if self.config.num_experts:
             self._exchange = make_exchange(
@@ -106,7 +86,7 @@ class ModelRunner:
                 num_experts=self.config.num_experts,
                 top_k=self.config.num_experts_per_token,
             )
-        if self.overlap.enabled and isinstance(self._exchange, LocalExchange):
+        if self.overlap.mode == "on" and not self.communicates:
             logger.warning(
                 "USE_TBO=1: %s on %d device(s) has no communication between devices; steps are "
                 "split, and there is nothing to overlap",
@@ -121,7 +101,28 @@ class ModelRunner:
 
     def micro_batches(self, bucket: Bucket) -> int:
         """Into how many micro-batches a step of this bucket is cut."""
-        return self.overlap.micro_batches(bucket.tokens)
+        chosen = self._chosen.get(bucket)
+        return self.overlap.micro_batches(bucket.tokens) if chosen is None else chosen
+
+    def choose(self, bucket: Bucket, micro_batches: int) -> None:
+        """Cut steps of this bucket so from here on, and drop its other compiled programs.
+
+        Raises ValueError for a number that the configuration of the overlap does not allow.
+        """
+        allowed = self.overlap.candidates(bucket.tokens)
+        if micro_batches not in allowed:
+            raise ValueError(
+                f"{micro_batches} micro-batches for {bucket}: expected one of {allowed}"
+            )
+        self._chosen[bucket] = micro_batches
+        for program in [p for p in self._compiled if p[0] == bucket and p[1] != micro_batches]:
+            del self._compiled[program]
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the layers send anything from device to device."""
+        sparse = any(self.config.is_sparse(layer) for layer in range(self.config.num_layers))
+        return sparse and not isinstance(self._exchange, LocalExchange)
 
     def allocate(self) -> AttentionBuffers:
         """The buffers that every step takes and returns."""
@@ -140,7 +141,11 @@ class ModelRunner:
         )
 
     def step(
-        self, bucket: Bucket, buffers: AttentionBuffers, batch: ForwardBatch
+        self,
+        bucket: Bucket,
+        buffers: AttentionBuffers,
+        batch: ForwardBatch,
+        micro_batches: int | None = None,
     ) -> tuple[jax.Array, AttentionBuffers]:
         """Run one step; compiles first if the bucket is new.
 
@@ -148,6 +153,7 @@ class ModelRunner:
             bucket: shape of `batch`.
             buffers: donated; use the returned ones from here on.
             batch: leaves [R, ...] (`stack_batches`).
+            micro_batches: run it with so many; default those of the bucket.
 
         Returns:
             Logits float32 [R, B, V] ([R, T, V] with `logits="all"`; rows of padding are undefined),
@@ -161,35 +167,60 @@ class ModelRunner:
             raise ValueError(
                 f"positions must be [R, T] for these models, got shape {batch.positions.shape}"
             )
-        return self.compile(bucket)(self._weights, buffers, batch)
+        return self.compile(bucket, micro_batches)(self._weights, buffers, batch)
 
-    def compile(self, bucket: Bucket) -> jax.stages.Compiled:
+    def compile(self, bucket: Bucket, micro_batches: int | None = None) -> jax.stages.Compiled:
         """The compiled step of a bucket, from the cache of this runner if it is there."""
-        self.compile_all([bucket])
-        return self._compiled[bucket, self.micro_batches(bucket)]
+        count = self.micro_batches(bucket) if micro_batches is None else micro_batches
+        if (bucket, count) not in self._compiled:
+            for error in self.compile_programs([(bucket, count)]).values():
+                raise error
+        return self._compiled[bucket, count]
 
-    def compile_all(
-        self, buckets: Sequence[Bucket], progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        """Compile the steps of several buckets, XLA working on one while the next is traced.
+    def compile_all(self, buckets: Sequence[Bucket], progress: Progress | None = None) -> None:
+        """Compile the steps of several buckets; see `compile_programs`."""
+        programs = [(bucket, self.micro_batches(bucket)) for bucket in buckets]
+        for error in self.compile_programs(programs, progress).values():
+            raise error
+
+    def compile_programs(
+        self, programs: Sequence[Program], progress: Progress | None = None
+    ) -> dict[Program, jax.errors.JaxRuntimeError]:
+        """Compile several programs, XLA working on one while the next is traced.
 
         Args:
-            buckets: those that are compiled already cost nothing.
+            programs: those that are compiled already cost nothing.
             progress: called with (compiled, in all).
+
+        Returns:
+            Those that XLA failed on, with its error.
         """
-        keys = [(bucket, self.micro_batches(bucket)) for bucket in buckets]
-        missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
-        done = len(buckets) - len(missing)
+        missing = [key for key in dict.fromkeys(programs) if key not in self._compiled]
+        done = len(programs) - len(missing)
+        failed: dict[Program, jax.errors.JaxRuntimeError] = {}
         with ThreadPoolExecutor(max_workers=2) as pool:
-            futures = {pool.submit(self.lower(key[0]).compile): key for key in missing}
+            futures = {
+                pool.submit(self.lower(*key).compile, self.compiler_options(key[1])): key
+                for key in missing
+            }
             for future in as_completed(futures):
-                self._compiled[futures[future]] = future.result()
+                try:
+                    self._compiled[futures[future]] = future.result()
+                except jax.errors.JaxRuntimeError as error:
+                    failed[futures[future]] = error
                 done += 1
                 if progress is not None:
-                    progress(done, len(buckets))
+                    progress(done, len(programs))
+        return failed
 
-    def lower(self, bucket: Bucket) -> jax.stages.Lowered:
+    def compiler_options(self, micro_batches: int) -> Options:
+        """What XLA is told for the programs of this runner."""
+        platform = self.mesh.devices.flat[0].platform
+        return compiler_options(platform, self.mesh.size, micro_batches)
+
+    def lower(self, bucket: Bucket, micro_batches: int | None = None) -> jax.stages.Lowered:
         """The step of a bucket, traced and lowered for the mesh; nothing is allocated."""
+        count = self.micro_batches(bucket) if micro_batches is None else micro_batches
         ranks = NamedSharding(self.mesh, PartitionSpec(RANKS))
 
         def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -204,7 +235,7 @@ class ModelRunner:
         with warnings.catch_warnings():
             # A buffer that cannot be updated in place would be copied whole in every step.
             warnings.filterwarnings("error", message="Some donated buffers were not usable")
-            return self._jitted(bucket).lower(weights, buffers, batch)
+            return self._jitted(bucket, count).lower(weights, buffers, batch)
 
     def _abstract_batch(self, bucket: Bucket) -> ForwardBatch:
         one = ForwardBatch.pack(
@@ -216,9 +247,8 @@ class ModelRunner:
         size = self.mesh.size
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape), a.dtype), one)
 
-    def _jitted(self, bucket: Bucket) -> Any:
+    def _jitted(self, bucket: Bucket, count: int) -> Any:
         ranks = PartitionSpec(RANKS)
-        count = self.micro_batches(bucket)
 
         def step(weights: list[jax.Array], buffers: AttentionBuffers, batch: ForwardBatch):
             model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
@@ -247,16 +277,17 @@ class ModelRunner:
         count: int,
     ) -> tuple[jax.Array, AttentionBuffers]:
         parts = split_batch_decoder_layers(batch, count) if count > 1 else (batch,)
-        block = bucket.query_block
+        block = 1 if bucket.decode else min(self.kernels.prefill_query_block, bucket.tokens)
         work = [
             plan_attention(part, block, old) for part, old in zip(parts, buffers.work, strict=False)
         ]
         contexts = [
             LayerContext(
-                attention=PagedAttention(part, items, block),
+                attention=PagedAttention(part, items, block, self.kernels.attention),
                 exchange=self._exchange,
                 rotary=rotary_table(self.config.rotary, part.positions),
                 live=live_tokens(part),
+                experts=self.kernels.experts,
             )
             for part, items in zip(parts, work, strict=True)
         ]
@@ -269,9 +300,3 @@ class ModelRunner:
         chosen = gather_tokens(hidden, parts, tokens)
         kept = buffers.work[len(work) :]  # a step that is not split leaves the others' buffers
         return model.logits(chosen), AttentionBuffers(cache, (*work, *kept))
-
-
-def kv_bytes_per_page(config: Any, page_size: int) -> int:
-    """Bytes of keys and values of one page over all layers."""
-    elements = 2 * config.num_layers * page_size * config.num_kv_heads * config.head_dim
-    return elements * jnp.dtype(config.dtype).itemsize

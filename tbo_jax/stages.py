@@ -148,7 +148,7 @@ def run_layers(
             cache, after = _run_layer(layer, previous, index, lanes, cache, after)
             previous = layer
     last = layers[len(layers) - 1]
-    _finish_layer(last, lanes)
+    _finish_layer(last, len(layers) - 1, lanes)
     return [last.merge(lane.carry, lane.received, lane.context) for lane in lanes], cache
 
 
@@ -162,33 +162,44 @@ def _run_layer(layer, previous, index, lanes: list[_Lane], cache, after):
     for number, stage in enumerate(layer.stages):
         for lane in lanes:
             if number == 0 and previous is not None and lane is lanes[-1]:
-                _finish_layer(previous, lanes)  # in flight beside the first lane's compute
+                _finish_layer(
+                    previous, index - 1, lanes
+                )  # in flight beside the first lane's compute
             after = after if pinned else None
-            view = None if cache is None else cache.layer(index, after)
-            inputs = (lane.carry, lane.received, view)
-            if after is not None:
-                inputs, _ = optimization_barrier((inputs, after))
-            carry, received, view = inputs
-            if number == 0 and previous is not None:
-                carry, received = previous.merge(carry, received, lane.context), None
-            carry, outgoing, view = stage.compute(layer, carry, received, view, lane.context)
+            with _scope(index, lane, lanes, stage.compute):
+                view = None if cache is None else cache.layer(index, after)
+                inputs = (lane.carry, lane.received, view)
+                if after is not None:
+                    inputs, _ = optimization_barrier((inputs, after))
+                carry, received, view = inputs
+                if number == 0 and previous is not None:
+                    carry, received = previous.merge(carry, received, lane.context), None
+                carry, outgoing, view = stage.compute(layer, carry, received, view, lane.context)
             cache = None if cache is None else cache.with_layer(index, view)
             lane.carry, lane.outgoing, after = carry, outgoing, (carry, outgoing)
             final = number == len(layer.stages) - 1 and lane is lanes[-1]
             if not final:
-                lane.received = _communicate(stage, lane)
+                lane.received = _communicate(stage, lane, index, lanes)
     return cache, after
 
 
-def _finish_layer(layer, lanes: list[_Lane]) -> None:
-    """The communication that `_run_layer` left open: the last lane's last one."""
-    lanes[-1].received = _communicate(layer.stages[-1], lanes[-1])
+def _scope(index, lane: _Lane, lanes: list[_Lane], function: Callable[..., Any]):
+    """Names for profiles and the schedule report: layer_3/micro_batch_0/attend_and_route."""
+    layer = f"layer_{index}" if isinstance(index, int) else "layers"
+    number = next(i for i, other in enumerate(lanes) if other is lane)
+    return jax.named_scope(f"{layer}/micro_batch_{number}/{function.__name__}")
 
 
-def _communicate(stage: Stage, lane: _Lane) -> Any:
+def _finish_layer(layer, index, lanes: list[_Lane]) -> None:
+    """The communication that `_run_layer` left open: the last lane's last one, of layer `index`."""
+    lanes[-1].received = _communicate(layer.stages[-1], lanes[-1], index, lanes)
+
+
+def _communicate(stage: Stage, lane: _Lane, index, lanes: list[_Lane]) -> Any:
     if stage.communicate is None:
         return lane.outgoing
-    return stage.communicate(lane.outgoing, lane.context)
+    with _scope(index, lane, lanes, stage.communicate):
+        return stage.communicate(lane.outgoing, lane.context)
 
 
 def _run_scanned(layers: StackedLayers, lanes: list[_Lane], cache):

@@ -33,7 +33,7 @@ def test_one_array_a_layer_or_one_for_all(stacked: bool, arrays: int, rows: int)
     buffers = allocate_attention_buffers(**SIZES, num_micro_batches=2, stacked=stacked)
     cache = buffers.cache
     assert cache.stacked == stacked
-    assert [a.shape for a in (*cache.keys, *cache.values)] == [(rows, 4, 2, 8)] * 2 * arrays
+    assert [a.shape for a in (*cache.keys, *cache.values)] == [(rows, 4, 16)] * 2 * arrays
     assert len(buffers.work) == 2
     assert {a.shape for a in jax.tree.leaves(buffers.work)} == {(6,)}
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(buffers))
@@ -69,7 +69,7 @@ def test_padding_page_alone_is_refused() -> None:
 
 def numbered(stacked: bool) -> KeyValueCache:
     """A cache of 3 layers x 5 pages, every page filled with its number."""
-    pages = jnp.arange(15, dtype=jnp.float32).reshape(15, 1, 1, 1)
+    pages = jnp.arange(15, dtype=jnp.float32).reshape(15, 1, 1)
     arrays = (pages,) if stacked else tuple(jnp.split(pages, 3))
     return KeyValueCache(arrays, arrays, 3)
 
@@ -150,7 +150,7 @@ def test_donated_buffers_are_updated_in_place(count: int) -> None:
     compiled = jax.jit(step, donate_argnums=0).lower(buffers, batch, hidden).compile()
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(buffers))
     assert compiled.memory_analysis().alias_size_in_bytes == held
-    assert not re.findall(r"f32\[50,4,2,8\]\S* copy", compiled.as_text())
+    assert not re.findall(r"f32\[50,4,16\]\S* copy", compiled.as_text())
     _, updated = compiled(buffers, batch, hidden)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(buffers))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(updated))

@@ -1,17 +1,26 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tbo_jax import OverlapConfig
 
 
 @pytest.mark.parametrize(
-    ("environ", "enabled"),
-    [({}, False), ({"USE_TBO": ""}, False), ({"USE_TBO": "0"}, False), ({"USE_TBO": "1"}, True)],
+    ("environ", "mode"),
+    [
+        ({}, "off"),
+        ({"USE_TBO": ""}, "off"),
+        ({"USE_TBO": "0"}, "off"),
+        ({"USE_TBO": "1"}, "on"),
+        ({"USE_TBO": "auto"}, "auto"),
+    ],
 )
-def test_use_tbo_is_read(environ: dict[str, str], enabled: bool) -> None:
+def test_use_tbo_is_read(environ: dict[str, str], mode: str) -> None:
     config = OverlapConfig.from_env(environ)
-    assert config == OverlapConfig(enabled=enabled)
+    assert config == OverlapConfig(mode)
+    assert config.enabled == (mode != "off")
 
 
 def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,16 +30,23 @@ def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.Monke
     assert not OverlapConfig.from_env().enabled
 
 
-@pytest.mark.parametrize("value", ["maybe", "2", "-1", "true", " 1", "01", "auto"])
+@pytest.mark.parametrize("value", ["maybe", "2", "-1", "true", " 1", "01", "Auto"])
 def test_another_value_is_refused_by_name(value: str) -> None:
-    with pytest.raises(ValueError, match=f"USE_TBO={value} .*expected 0 or 1"):
+    with pytest.raises(ValueError, match=f"USE_TBO={value} .*expected 0, 1 or auto"):
         OverlapConfig.from_env({"USE_TBO": value})
+
+
+@pytest.mark.parametrize("mode", [True, False, None, "1", "ON", ["on"]])
+def test_another_mode_is_refused(mode: object) -> None:
+    message = f"mode must be 'off', 'on' or 'auto', got {mode!r}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OverlapConfig(mode)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [1, 0, -2])
 def test_fewer_than_two_micro_batches_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match=f"num_micro_batches must be at least 2, got {count}"):
-        OverlapConfig(enabled=True, num_micro_batches=count)
+        OverlapConfig("on", num_micro_batches=count)
 
 
 def test_min_tokens_below_one_is_refused() -> None:
@@ -39,9 +55,17 @@ def test_min_tokens_below_one_is_refused() -> None:
 
 
 def test_small_steps_stay_whole() -> None:
-    config = OverlapConfig(enabled=True, num_micro_batches=3, min_tokens=8)
+    config = OverlapConfig("on", num_micro_batches=3, min_tokens=8)
     assert [config.micro_batches(tokens) for tokens in (1, 7, 8, 64)] == [1, 1, 3, 3]
 
 
 def test_nothing_is_cut_when_disabled() -> None:
-    assert OverlapConfig(enabled=False, num_micro_batches=3).micro_batches(1024) == 1
+    assert OverlapConfig("off", num_micro_batches=3).micro_batches(1024) == 1
+
+
+def test_candidates_of_a_step() -> None:
+    config = OverlapConfig("auto", num_micro_batches=3, min_tokens=8)
+    assert [config.candidates(tokens) for tokens in (1, 7, 8)] == [(1,), (1,), (1, 3)]
+    assert config.micro_batches(8) == 1  # not timed
+    assert OverlapConfig("on").candidates(8) == (2,)
+    assert OverlapConfig("off").candidates(8) == (1,)

@@ -60,6 +60,18 @@ def test_decode_json(example, folder, monkeypatch, capsys, tmp_path):
     assert {"seconds", "tokens_per_second", "compile_seconds"} <= stats.keys()
 
 
+def test_decode_summary_says_what_was_split(example):
+    stats = dict(
+        generated_tokens=8, seconds=2.0, tokens_per_second=4.0, steps=9, steps_split=3, devices=2,
+        platform="cpu", compile_seconds=1.0,
+    )  # fmt: skip
+    summary = example("decode").summary
+    assert " 3 split, USE_TBO=1; " in summary(stats | {"use_tbo": 1, "decisions": {}})
+    decisions = {"decode 1": {"micro_batches": 1}, "prefill 16": {"micro_batches": 2}}
+    text = summary(stats | {"use_tbo": "auto", "decisions": decisions})
+    assert " 3 split, USE_TBO=auto (1 of 2 buckets split); " in text
+
+
 def test_decode_streams_text_in_order(example, capsys):
     decode = example("decode")
     stream = decode.OrderedStream(["one", "two"])
@@ -132,6 +144,12 @@ def test_bring_your_own_model():
     assert "4 devices, 2 micro-batch(es), 11 barriers" in result.stdout
     difference = float(result.stdout.split()[-1])
     assert 0 <= difference < 1e-5
+
+
+def test_bring_your_own_model_decides_nothing(example, monkeypatch):
+    monkeypatch.setenv("USE_TBO", "auto")
+    with pytest.raises(SystemExit, match="USE_TBO=auto: .* expected 0 or 1"):
+        example("bring_your_own_model").main()
 
 
 def test_train_writes_a_model_and_resumes(example, tmp_path):

@@ -40,28 +40,28 @@ def check(llm: LLM, expected) -> None:
         assert done.finish_reason == row["finish_reason"]
 
 
-@pytest.mark.parametrize("use_tbo", [False, True])
-def test_llama_gives_the_tokens_of_transformers(use_tbo):
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_llama_gives_the_tokens_of_transformers(mode):
     llm = LLM(
         folder("TBO_REAL_MODEL"),
         devices=1,
         dtype="float32",
-        overlap=OverlapConfig(enabled=use_tbo),
+        overlap=OverlapConfig(mode),
         max_context=1024,
     )
     check(llm, EXPECTED)
-    assert bool(llm.statistics["steps_split"]) == use_tbo
+    assert bool(llm.statistics["steps_split"]) == (mode == "on")
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("use_tbo", [False, True])
-def test_mixtral_gives_the_same_tokens_on_any_devices(devices, use_tbo):
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_mixtral_gives_the_same_tokens_on_any_devices(devices, mode):
     """Its experts are copies of the dense block, so its tokens are the dense model's."""
     llm = LLM(
         folder("TBO_REAL_MODEL_MOE"),
         devices=devices,
         dtype="float32",
-        overlap=OverlapConfig(enabled=use_tbo),
+        overlap=OverlapConfig(mode),
         max_context=1024,
         max_sequences=16 // devices,
         max_tokens=64,

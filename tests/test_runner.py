@@ -22,7 +22,8 @@ DECODE, PREFILL = Bucket(4, 4, decode=True), Bucket(16, 4)
 def make_runner(*, devices, micro_batches=1, scanned=False):
     mesh = make_mesh(devices)
     model = load_model(Golden("qwen3_moe").folder, mesh=mesh, dtype=np.float32, scanned=scanned)
-    return ModelRunner(model, CACHE, mesh=mesh, overlap=OverlapConfig(micro_batches > 1))
+    overlap = OverlapConfig("on" if micro_batches > 1 else "off")
+    return ModelRunner(model, CACHE, mesh=mesh, overlap=overlap)
 
 
 def batch_of(bucket, devices, tokens=((5, 6, 7), (8,))):

@@ -12,10 +12,14 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """One layer's view of the cache."""
+    """One layer's view of the cache.
 
-    keys: jax.Array  # [pages, S, G, H]: S tokens a page, G key/value heads, H head size
-    values: jax.Array  # [pages, S, G, H]
+    The heads share an axis: with an axis of their own XLA:TPU wants another layout for reading than
+    for writing, and copied the whole cache in every layer (libtpu 0.0.52, v5e).
+    """
+
+    keys: jax.Array  # [pages, S, G * H]: S tokens a page, G key/value heads, H head size
+    values: jax.Array  # [pages, S, G * H]
     first_page: Any = 0  # int or traced []: where this layer's pages begin in a stacked array
 
 
@@ -29,7 +33,7 @@ class KeyValueCache:
     be copied whole in every step although the alias is declared.
     """
 
-    keys: tuple[jax.Array, ...]  # L x [N, S, G, H], or 1 x [L * N, S, G, H]
+    keys: tuple[jax.Array, ...]  # L x [N, S, G * H], or 1 x [L * N, S, G * H]
     values: tuple[jax.Array, ...]
     num_layers: int = dataclasses.field(metadata={"static": True})
 

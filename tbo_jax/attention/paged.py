@@ -15,6 +15,7 @@ from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.work import AttentionWork, num_work_items
 from tbo_jax.batch import ForwardBatch
 
+QUERY_BLOCK = 8  # queries of one sequence that a step that prefills computes together
 KEY_BLOCK = 64  # keys per block of the running softmax (XLA:CPU: 10 % less step time than 128)
 
 
@@ -22,7 +23,7 @@ def write_pages(cache: LayerCache, keys: jax.Array, values: jax.Array, batch: Fo
     """Store the keys and values of this step's tokens in their sequences' pages.
 
     Args:
-        cache: the layer's pages [N, S, G, H].
+        cache: the layer's pages [N, S, G * H].
         keys, values: [T, G, H].
         batch: says where each token stands; padding tokens write nothing.
 
@@ -40,7 +41,8 @@ def write_pages(cache: LayerCache, keys: jax.Array, values: jax.Array, batch: Fo
     slot = position % page_size
 
     def store(pages: jax.Array, new: jax.Array) -> jax.Array:
-        return pages.at[page, slot].set(new.astype(pages.dtype), mode="drop")
+        flat = new.reshape(new.shape[0], -1).astype(pages.dtype)
+        return pages.at[page, slot].set(flat, mode="drop")
 
     return LayerCache(store(cache.keys, keys), store(cache.values, values), cache.first_page)
 
@@ -68,7 +70,8 @@ def paged_attention(
         [T, N, H] in the dtype of `queries`; rows of padding tokens are zero.
     """
     tokens, heads, head_dim = queries.shape
-    _, page_size, kv_heads, _ = cache.keys.shape
+    _, page_size, width = cache.keys.shape
+    kv_heads = width // head_dim
     group = heads // kv_heads
     items = num_work_items(batch, query_block)
     row, first_token = work.row[:items], work.first_token[:items]
@@ -126,7 +129,9 @@ def paged_attention(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, head_dim), jnp.float32),
     )
-    _, total, acc = jax.lax.fori_loop(0, num_blocks, accumulate, start)
+    # The number of turns is data; the name lets the schedule report assume one.
+    with jax.named_scope("key_blocks"):
+        _, total, acc = jax.lax.fori_loop(0, num_blocks, accumulate, start)
     out = acc / jnp.where(total == 0, 1.0, total)[..., None]
     out = out.reshape(items, kv_heads, group, query_block, head_dim).transpose(0, 3, 1, 2, 4)
     out = out.reshape(items, query_block, heads, head_dim).astype(queries.dtype)
@@ -134,3 +139,12 @@ def paged_attention(
     item = work.token_item[:tokens]
     picked = out[item, jnp.clip(token - first_token[item], 0, query_block - 1)]
     return jnp.where((token < batch.num_tokens)[:, None, None], picked, jnp.zeros_like(picked))
+
+
+def expected_turns(context: int, page_size: int) -> dict[str, float]:
+    """Turns of the loop over key blocks, by its name scope, if the longest context is `context`.
+
+    For the schedule report, which cannot know the contexts.
+    """
+    block = max(1, KEY_BLOCK // page_size) * page_size
+    return {"key_blocks": -(-context // block)}

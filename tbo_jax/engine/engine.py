@@ -7,19 +7,22 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from tbo_jax.batch import ForwardBatch, stack_batches
+from tbo_jax.engine.decide import decide
 from tbo_jax.engine.plan import ScheduledSequence, StepPlan
 from tbo_jax.engine.request import FinishReason, Request
+from tbo_jax.engine.sampler import compile_sampler
 from tbo_jax.engine.scheduler import Scheduler
-from tbo_jax.runner import Bucket, ModelRunner
-from tbo_jax.sampling import SamplingInputs, sample
+from tbo_jax.engine.trial import Timer
+from tbo_jax.runner import ModelRunner
+from tbo_jax.sampling import SamplingInputs
 from tbo_jax.sampling_params import MAX_SEED, SamplingParams
-from tbo_jax.sharding import RANKS
+from tbo_jax.shapes import Bucket, sizes_between
 from tbo_jax.text import TextStream, Tokenizer
 
 
@@ -47,6 +50,8 @@ class EngineStatistics:
     step_seconds: float = 0.0
     compile_seconds: float = 0.0
     steps_by_bucket: dict[str, int] = field(default_factory=dict)
+    # Of USE_TBO=auto, by bucket: micro_batches, seconds by their number, and the reason.
+    decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -102,22 +107,39 @@ class Engine:
         self._samplers: dict[int, jax.stages.Compiled] = {}
         self._running: dict[int, _Running] = {}
         self._next_id = 0
-        self._decode_buckets = [Bucket(n, n, True) for n in _sizes(1, max_sequences, 2)]
-        self._prefill_buckets = [Bucket(n, max_sequences) for n in _sizes(16, cache.max_tokens, 4)]
+        rows, tokens = sizes_between(1, max_sequences, 2), sizes_between(16, cache.max_tokens, 4)
+        self._decode_buckets = [Bucket(n, n, True) for n in rows]
+        self._prefill_buckets = [Bucket(n, max_sequences) for n in tokens]
 
     @property
     def buckets(self) -> list[Bucket]:
         """The shapes of all steps."""
         return [*self._decode_buckets, *self._prefill_buckets]
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def warm_up(
+        self, progress: Callable[[int, int], None] | None = None, timer: Timer | None = None
+    ) -> None:
         """Compile every step and sampler; after that nothing compiles.
+
+        With `USE_TBO=auto` this also decides which buckets are split (`decide`).
 
         Args:
             progress: called with (compiled, in all).
+            timer: takes the times to decide from, on any platform; default the wall clock.
+
+        Raises:
+            RuntimeError: steps would be timed, and overwrite the pages of unfinished requests.
         """
         start = time.perf_counter()
-        self.runner.compile_all(self.buckets, progress)
+        if self.runner.overlap.mode == "auto":
+            if self.has_work:
+                raise RuntimeError("warm_up would overwrite the pages of unfinished requests")
+            decisions, self._buffers = decide(
+                self.runner, self.buckets, self._buffers, timer=timer, progress=progress
+            )
+            self.statistics.decisions = {str(b): d.to_json() for b, d in decisions.items()}
+        else:
+            self.runner.compile_all(self.buckets, progress)
         for bucket in self.buckets:
             self._sampler(bucket.sequences)
         self.statistics.compile_seconds += time.perf_counter() - start
@@ -226,21 +248,8 @@ class Engine:
     def _sampler(self, rows: int) -> jax.stages.Compiled:
         """The compiled sampler of `rows` rows a rank: logits [R, B, V], inputs -> tokens [R, B]."""
         if rows not in self._samplers:
-            mesh, spec = self.runner.mesh, PartitionSpec(RANKS)
-            placed = NamedSharding(mesh, spec)
-
-            def per_rank(logits, inputs):
-                return sample(logits[0], jax.tree.map(lambda leaf: leaf[0], inputs))[None]
-
-            run = jax.shard_map(per_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-            idle = SamplingInputs.from_rows([], [], [], rows)
-            example = jax.tree.map(lambda leaf: np.stack([leaf] * mesh.size), idle)
-            shape = (mesh.size, rows, self.runner.config.vocab_size)
-            abstract = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed),
-                (jax.ShapeDtypeStruct(shape, np.float32), example),
-            )
-            self._samplers[rows] = jax.jit(run).lower(*abstract).compile()
+            vocab_size = self.runner.config.vocab_size
+            self._samplers[rows] = compile_sampler(self.runner.mesh, rows, vocab_size)
         return self._samplers[rows]
 
     def _commit(self, plan: StepPlan, tokens: np.ndarray) -> list[TokenEvent]:
@@ -285,15 +294,5 @@ class Engine:
         count = self.runner.micro_batches(bucket)
         stats.steps += 1
         stats.steps_split += count > 1
-        name = f"{'decode' if bucket.decode else 'prefill'} {bucket.tokens} x{count}"
+        name = f"{bucket} x{count}"
         stats.steps_by_bucket[name] = stats.steps_by_bucket.get(name, 0) + 1
-
-
-def _sizes(first: int, last: int, factor: int) -> list[int]:
-    """first, first * factor, ... and `last`, which no size exceeds."""
-    sizes = []
-    size = first
-    while size < last:
-        sizes.append(size)
-        size *= factor
-    return [*sizes, last]

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -15,16 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from tbo_jax.buffers import kv_bytes_per_page
 from tbo_jax.checkpoint.hub import resolve_model
 from tbo_jax.checkpoint.load import load_model, read_config
 from tbo_jax.config import OverlapConfig
 from tbo_jax.engine.engine import Engine, TokenEvent
 from tbo_jax.engine.request import FinishReason
+from tbo_jax.folders import cache_folder
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.moe.exchange import Transport
 from tbo_jax.progress import progress_bar
-from tbo_jax.runner import CacheConfig, ModelRunner, kv_bytes_per_page
+from tbo_jax.runner import ModelRunner
 from tbo_jax.sampling_params import SamplingParams
+from tbo_jax.shapes import CacheConfig
 from tbo_jax.sharding import make_mesh
 from tbo_jax.text import Tokenizer, end_of_sequence_ids
 
@@ -76,7 +78,8 @@ class LLM:
             devices: how many devices to use; default all. On CPU that many are made, unless JAX is
                 in use already.
             dtype: of weights and compute; default float32 on CPU, bfloat16 elsewhere.
-            overlap: two-batch overlap; default `OverlapConfig.from_env()` (`USE_TBO`).
+            overlap: two-batch overlap; default `OverlapConfig.from_env()` (`USE_TBO`). What mode
+                "auto" decided, and why, is in `statistics`.
             max_context: most tokens of a request, prompt and generated together; default what the
                 model was made for, as far as the cache holds it.
             max_sequences: most sequences of one step on one device; further ones wait.
@@ -235,7 +238,7 @@ class LLM:
         stats, seconds = self.engine.statistics, self._generate_seconds
         rate = stats.generated_tokens / seconds if seconds else 0.0
         return {
-            "use_tbo": int(self.overlap.enabled),
+            "use_tbo": {"off": 0, "on": 1, "auto": "auto"}[self.overlap.mode],
             **asdict(stats),
             "preemptions": self.engine.scheduler.statistics.preemptions,
             "seconds": seconds,
@@ -259,8 +262,7 @@ class LLM:
 def use_compilation_cache() -> None:
     """Have JAX keep compiled programs in the user's cache folder, if nothing else is configured."""
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        jax.config.update("jax_compilation_cache_dir", str(root / "tbo_jax" / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from tbo_jax.attention.paged import paged_attention, write_pages
 from tbo_jax.attention.work import AttentionWork
 from tbo_jax.batch import ForwardBatch
 from tbo_jax.moe.exchange import Exchange
+from tbo_jax.moe.experts import apply_experts
 
 
 class Attention(Protocol):
@@ -31,10 +33,11 @@ class PagedAttention:
     batch: ForwardBatch
     work: AttentionWork
     query_block: int
+    kernel: Callable[..., jax.Array] = paged_attention
 
     def __call__(self, queries, keys, values, cache, *, scale, sliding_window):
         cache = write_pages(cache, keys, values, self.batch)
-        out = paged_attention(
+        out = self.kernel(
             queries,
             cache,
             self.batch,
@@ -67,6 +70,7 @@ class LayerContext:
     exchange: Exchange
     rotary: tuple[jax.Array, jax.Array]  # cos, sin: [T, H / 2] float32
     live: jax.Array  # [T] bool, false for padding
+    experts: Callable[..., jax.Array] = apply_experts  # see `moe.experts.apply_experts`
     balance_loss_weight: float = 0.0  # training: weight of the routers' load-balancing loss
 
 

@@ -11,7 +11,6 @@ from flax import nnx
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.context import LayerContext
 from tbo_jax.layers.linear import Linear
-from tbo_jax.moe.experts import apply_experts
 from tbo_jax.moe.routing import attach_loss, load_balancing_loss, top_k_softmax
 
 EXPERT_AXIS = "experts"  # name by which expert weights say along which dimension they are sharded
@@ -69,5 +68,5 @@ class SparseMoe(nnx.Module):
     def apply(self, received: Any, context: LayerContext) -> Any:
         """What arrived -> the message back: this device's experts."""
         rows, experts, weights = context.exchange.unpack(received)
-        out = apply_experts(rows, experts, weights, self.gate_up_proj[...], self.down_proj[...])
+        out = context.experts(rows, experts, weights, self.gate_up_proj[...], self.down_proj[...])
         return context.exchange.pack_results(out)

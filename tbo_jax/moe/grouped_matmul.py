@@ -101,5 +101,18 @@ def for_each_block(
             start = group_end[group] - group_sizes[group] + within * rows
             return block(out, jnp.minimum(start, group_end[group] - rows), group, rows)
 
-        out = jax.lax.fori_loop(0, block_end[-1], body, out)
+        # The number of turns is data; the name lets the schedule report assume one.
+        with jax.named_scope(f"expert_blocks_{rows}"):
+            out = jax.lax.fori_loop(0, block_end[-1], body, out)
     return out
+
+
+def expected_turns(rows_per_group: float, num_groups: int) -> dict[str, float]:
+    """Turns of each loop of `for_each_block`, by its name scope, if all groups are equally large.
+
+    For the schedule report, which cannot know the routing.
+    """
+    rows = max(1, -(-rows_per_group // 1))
+    size = max(block for block in BLOCK_ROWS if block <= rows)
+    turns = num_groups * -(-rows // size) * min(1.0, rows_per_group)
+    return {f"expert_blocks_{b}": turns if b == size else 0 for b in BLOCK_ROWS}

@@ -117,7 +117,8 @@ def case_of(
         slots += places[context:]
         rows.append((context, length, *whole))
         start += length
-    cache = LayerCache(*stored, np.int32(layer * PAGES))
+    flat = (pages.reshape(*pages.shape[:2], -1) for pages in stored)
+    cache = LayerCache(*flat, np.int32(layer * PAGES))
     return Case(batch, cache, queries, keys, values, rows, slots)
 
 
@@ -147,7 +148,7 @@ def check_cache(case: Case, cache: LayerCache) -> None:
     ):
         expected = np.array(before)
         for token, (page, slot) in enumerate(case.slots):
-            expected[page, slot] = new[token]
+            expected[page, slot] = new[token].reshape(-1)
         assert expected.tobytes() == np.asarray(after).tobytes()
 
 

@@ -14,12 +14,12 @@ NAME = "qwen3_moe"
 GOLDEN = Golden(NAME)
 
 
-def make_llm(folder, *, devices=1, use_tbo=False, **options):
+def make_llm(folder, *, devices=1, mode="off", **options):
     defaults = dict(max_sequences=2, max_tokens=32, page_size=4, num_pages=48)
     return LLM(
         folder,
         devices=devices,
-        overlap=OverlapConfig(use_tbo),
+        overlap=OverlapConfig(mode),
         compilation_cache=False,
         **(defaults | options),
     )
@@ -35,10 +35,10 @@ def llm(folder):
     return make_llm(folder)
 
 
-@pytest.fixture(scope="module", params=[(1, True), (4, False), (4, True)], ids=str)
+@pytest.fixture(scope="module", params=[(1, "on"), (4, "off"), (4, "on")], ids=str)
 def other_llm(folder, request):
-    devices, use_tbo = request.param
-    return make_llm(folder, devices=devices, use_tbo=use_tbo)
+    devices, mode = request.param
+    return make_llm(folder, devices=devices, mode=mode)
 
 
 def greedy(count=16, **options):
@@ -226,7 +226,7 @@ def test_bad_arguments(folder, options, message):
 
 def test_bad_environment(folder, monkeypatch):
     monkeypatch.setenv("USE_TBO", "maybe")
-    with pytest.raises(ValueError, match="USE_TBO=maybe is not understood: expected 0 or 1"):
+    with pytest.raises(ValueError, match="USE_TBO=maybe is not understood: expected 0, 1 or auto"):
         LLM(folder)
 
 
@@ -245,7 +245,7 @@ def test_params_of_another_number(llm):
 
 
 def test_dense_model_says_that_nothing_overlaps(tmp_path, caplog):
-    llm = make_llm(with_tokenizer("llama", tmp_path), devices=2, use_tbo=True, max_tokens=2)
+    llm = make_llm(with_tokenizer("llama", tmp_path), devices=2, mode="on", max_tokens=2)
     assert sum("nothing to overlap" in r.getMessage() for r in caplog.records) == 1
     golden = Golden("llama")
     found = [c.token_ids for c in llm.generate(golden.prompts, greedy())]

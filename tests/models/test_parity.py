@@ -22,7 +22,7 @@ CACHE = CacheConfig(PAGES, PAGE, COLUMNS, PREFILL.tokens)
 def make_runner(name: str, *, devices=1, micro_batches=1, scanned=False, transport="all_to_all"):
     mesh = make_mesh(devices)
     model = load_model(Golden(name).folder, mesh=mesh, dtype=jnp.float32, scanned=scanned)
-    overlap = OverlapConfig(enabled=micro_batches > 1, num_micro_batches=max(2, micro_batches))
+    overlap = OverlapConfig("on" if micro_batches > 1 else "off", max(2, micro_batches))
     return ModelRunner(model, CACHE, mesh=mesh, overlap=overlap, transport=transport, logits="all")
 
 

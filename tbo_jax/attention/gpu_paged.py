@@ -1,0 +1,220 @@
+"""Paged attention on GPU: one Pallas (Triton) kernel for ragged batches of prefill and decode.
+
+A program takes the queries of one work item that share a key/value head, and a part of their keys;
+the softmax runs over key blocks as in FlashAttention (Dao et al. 2022). A step with few rows
+splits the context over several programs, so that a few long rows fill the chip (flash-decoding, Dao
+et al. 2023), and the parts are brought together afterwards. Keys are read where they lie.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from tbo_jax.attention.cache import LayerCache
+from tbo_jax.attention.work import AttentionWork, num_work_items
+from tbo_jax.batch import ForwardBatch
+
+KEY_BLOCK = 64  # keys of one turn of the loop
+QUERY_ROWS = 64  # queries x heads of a program that prefills
+SMALLEST_ROWS = 16  # tensor cores take 16 rows at least
+PROGRAMS = 512  # that a step should have: about four for each of an H100's multiprocessors
+LEAST_KEYS = 512  # of a part, when a context is split
+NAME = "tbo_paged_attention"
+
+
+def unsupported(head_dim: int, group: int) -> str | None:
+    """Why heads of this size, `group` to a key/value head, cannot run here; None if they can."""
+    if head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
+        return f"head size {head_dim} is no power of two from 16 to 256"
+    if group > QUERY_ROWS:
+        return f"{group} query heads share a key/value head, expected at most {QUERY_ROWS}"
+    return None
+
+
+def query_block(group: int) -> int:
+    """Queries of a work item that prefills, `group` heads of each to a key/value head."""
+    return max(1, QUERY_ROWS // (1 << (group - 1).bit_length()))
+
+
+def paged_attention(
+    queries: jax.Array,
+    cache: LayerCache,
+    batch: ForwardBatch,
+    work: AttentionWork,
+    *,
+    query_block: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal attention of each token to its sequence's keys; see `paged.paged_attention`.
+
+    Args:
+        queries: [T, N, H].
+        cache: pages that hold the keys and values of this step's tokens already.
+        batch, work: the batch and its work items of `query_block` queries each.
+        scale: factor of the scores.
+        sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
+        soft_cap: scores s become `cap * tanh(s / cap)` (Gemma 2).
+        interpret: run without a GPU, slowly.
+
+    Returns:
+        [T, N, H]; rows of padding tokens are zero.
+    """
+    tokens, heads, head_dim = queries.shape
+    _, page_size, width = cache.keys.shape
+    kv_heads = width // head_dim
+    group = heads // kv_heads
+    items = num_work_items(batch, query_block)
+    context = batch.page_table.shape[1] * page_size
+    splits = num_splits(items * kv_heads, context)
+    kernel = functools.partial(
+        _kernel,
+        rows=max(SMALLEST_ROWS, 1 << (group * query_block - 1).bit_length()),
+        group=group,
+        page_size=page_size,
+        scale=scale,
+        window=context + 1 if sliding_window is None else sliding_window,
+        soft_cap=soft_cap,
+        splits=splits,
+    )
+    # Parts are kept in float32 until they are joined; a whole is not.
+    dtype = jnp.dtype(jnp.float32) if splits > 1 else queries.dtype
+    part = jax.ShapeDtypeStruct((splits, tokens, heads), jnp.float32)
+    out, top, total = pl.pallas_call(
+        kernel,
+        out_shape=(jax.ShapeDtypeStruct((*part.shape, head_dim), dtype), part, part),
+        # The heads of an item are neighbours in the grid: they read the same pages.
+        grid=(kv_heads, items, splits),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name=NAME,
+    )(
+        jnp.asarray(cache.first_page, jnp.int32).reshape(1),
+        *(field[:items] for field in (work.row, work.first_token, work.num_queries)),
+        work.first_position[:items],
+        batch.page_table,
+        queries,
+        cache.keys,
+        cache.values,
+    )
+    joined = out[0] if splits == 1 else _join(out, top, total).astype(queries.dtype)
+    live = (jnp.arange(tokens) < batch.num_tokens)[:, None, None]
+    return jnp.where(live, joined, jnp.zeros_like(joined))
+
+
+def num_splits(programs: int, context: int) -> int:
+    """Into how many parts a context is split, so that a step has `PROGRAMS` programs."""
+    return max(1, min(PROGRAMS // programs, context // LEAST_KEYS))
+
+
+def _join(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
+    """The parts of the softmax, [P, T, N, H] weighted by their maxima and sums [P, T, N]."""
+    factor = jnp.exp(top - top.max(0))
+    sums = (total * factor).sum(0)
+    return (out * factor[..., None]).sum(0) / jnp.where(sums == 0, 1.0, sums)[..., None]
+
+
+def _kernel(
+    first_page, row_ref, first_token, num_queries, first_position, table, q_ref, k_ref, v_ref,
+    out_ref, top_ref, total_ref,
+    *, rows, group, page_size, scale, window, soft_cap, splits,
+):  # fmt: skip
+    """One work item, one key/value head, one part of the context."""
+    kv_head, item, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    head_dim = q_ref.shape[2]
+    count, base = num_queries[item], first_position[item]
+    lane = jnp.arange(rows, dtype=jnp.int32)
+    query = lane // group
+    token = (first_token[item] + query)[:, None]
+    head = (kv_head * group + lane % group)[:, None]
+    feature = jnp.arange(head_dim, dtype=jnp.int32)[None, :]
+    live = query < count
+    # Else the tensor cores round float32 to 10 bits.
+    precision = jax.lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
+
+    @pl.when(count > 0)
+    def _():
+        q = plgpu.load(
+            q_ref.at[token, head, feature], mask=live[:, None], other=jnp.zeros((), q_ref.dtype)
+        )
+        position = base + query
+        end = base + count  # of the keys that any of the queries sees
+        begin = jnp.maximum(base - window + 1, 0) // KEY_BLOCK
+        per_part = -(-(-(-end // KEY_BLOCK) - begin) // splits)
+        start = begin + part * per_part
+        stop = jnp.minimum(start + per_part, -(-end // KEY_BLOCK))
+        column = kv_head * head_dim + feature
+
+        def read(ref, page, slot, written):
+            return plgpu.load(
+                ref.at[page[:, None], slot[:, None], column],
+                mask=written[:, None],
+                other=jnp.zeros((), ref.dtype),
+            )
+
+        def accumulate(block, state):
+            top, total, acc = state
+            key = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+            written = key < end
+            page = plgpu.load(table.at[row_ref[item], key // page_size], mask=written, other=0)
+            page += first_page[0]
+            slot = key % page_size
+            keys = read(k_ref, page, slot, written)
+            scores = plgpu.dot(q, keys.T, precision=precision) * scale
+            if soft_cap is not None:
+                scores = soft_cap * _tanh(scores / soft_cap)
+            seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+            scores = jnp.where(seen & live[:, None], scores, -jnp.inf)
+            new_top = jnp.maximum(top, scores.max(1))
+            safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # no inf - inf
+            weights = jnp.exp(scores - safe[:, None])
+            shrink = jnp.exp(top - safe)
+            values = read(v_ref, page, slot, written)
+            update = plgpu.dot(weights.astype(values.dtype), values, precision=precision)
+            return new_top, total * shrink + weights.sum(1), acc * shrink[:, None] + update
+
+        state = (
+            jnp.full((rows,), -jnp.inf, jnp.float32),
+            jnp.zeros((rows,), jnp.float32),
+            jnp.zeros((rows, head_dim), jnp.float32),
+        )
+        top, total, acc = jax.lax.fori_loop(start, stop, accumulate, state)
+        # A part without keys has no weight beside any other.
+        top = jnp.where(top == -jnp.inf, jnp.finfo(jnp.float32).min, top)
+        if splits == 1:
+            acc = acc / jnp.where(total == 0, 1.0, total)[:, None]
+        plgpu.store(
+            out_ref.at[part, token, head, feature], acc.astype(out_ref.dtype), mask=live[:, None]
+        )
+        plgpu.store(top_ref.at[part, token[:, 0], head[:, 0]], top, mask=live)
+        plgpu.store(total_ref.at[part, token[:, 0], head[:, 0]], total, mask=live)
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    return 2 * jax.nn.sigmoid(2 * x) - 1
+
+
+def expected_work(
+    *, tokens: int, context: int, decode: bool, heads: int, kv_heads: int, head_dim: int, width: int
+) -> dict[str, tuple[float, float]]:
+    """Floating-point operations and bytes of the kernel, by its name, for the schedule report.
+
+    Args:
+        tokens: of the micro-batch.
+        context: tokens of each sequence; decode has a token of each, prefill all of them.
+        decode: which.
+        heads, kv_heads, head_dim: shape of the attention.
+        width: bytes of an element.
+    """
+    # A prompt's keys are read again by its next queries, from the L2 cache.
+    keys = tokens * context if decode else max(tokens, context)
+    pairs = tokens * context / (1 if decode else 2)  # of query and key
+    moved = 2 * keys * kv_heads * head_dim + 2 * tokens * heads * head_dim
+    return {NAME: (4.0 * pairs * heads * head_dim, float(moved * width))}

@@ -1,0 +1,91 @@
+"""Options of XLA that let it overlap collectives with compute, by platform, in one place."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from tbo_jax.folders import cache_folder
+
+logger = logging.getLogger(__name__)
+
+Options = dict[str, str | bool]
+
+# Without these every all-to-all on TPU runs in line with compute (libtpu 0.0.52, v5e to tpu7x).
+_TPU: Options = {
+    "xla_tpu_enable_async_all_to_all": "true",
+    "xla_tpu_enable_async_ragged_all_to_all": "true",
+    "xla_tpu_enable_all_experimental_scheduler_features": "true",
+}
+_GPU_COLLECTIVES = (
+    "all-to-all",
+    "ragged-all-to-all",
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "collective-permute",
+)
+_MOST_COLLECTIVES = 1000  # of one kind in a program that is given a profile
+
+
+def compiler_options(platform: str, num_devices: int, micro_batches: int) -> Options:
+    """For `jax.jit(compiler_options=...)` or `Lowered.compile(...)`.
+
+    Args:
+        platform: of the devices of the mesh ("cpu", "gpu" or "cuda", "tpu"). They need not be
+            there (`jax.experimental.topologies`), so JAX's default backend is not asked.
+        num_devices: of the mesh.
+        micro_batches: of the program. What only matters with several is left out for one.
+    """
+    if num_devices == 1 or platform not in ("gpu", "cuda", "tpu"):
+        return {}  # nothing to overlap; XLA:CPU refuses options of other platforms
+    if platform == "tpu":
+        return dict(_TPU)
+    options: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    if micro_batches > 1:
+        options |= {
+            "xla_gpu_pgle_profile_file_or_directory_path": str(_collectives_first()),
+            # Else XLA warns of every instruction that the profile does not name.
+            "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
+        }
+    return options
+
+
+@functools.cache
+def _collectives_first() -> Path:
+    """A profile for XLA's scheduler that says that every collective takes a second.
+
+    The order of compute is fixed by barriers, so a collective can only gain from an early start.
+    XLA:GPU's own estimate takes a loop for an instant and starts a collective so late that it only
+    runs beside the end of the other micro-batch's stage: 21 of 136 microseconds of a decode step of
+    Qwen3-30B-A3B, modelled for 8 H100. With the profile it starts when its message is ready.
+    XLA takes a profile by file name only, and the name is a part of its cache's key.
+    """
+    names = [
+        f"{kind}-start{f'.{number}' if number else ''}"
+        for kind in _GPU_COLLECTIVES
+        for number in range(_MOST_COLLECTIVES)
+    ]
+    text = "".join(f'costs {{ name: "{name}" cost_us: 1000000 }}\n' for name in names)
+    root = cache_folder()
+    try:
+        return _write_once(root / "collectives_first.pbtxt", text)
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="tbo_jax-"))
+        logger.warning("no profile in %s (%s), put in %s: programs are not found again in XLA's "
+                       "cache", root, error, folder)  # fmt: skip
+        return _write_once(folder / "collectives_first.pbtxt", text)
+
+
+def _write_once(path: Path, text: str) -> Path:
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(name, path)
+    return path

@@ -1,0 +1,218 @@
+"""Gated experts on GPU: Pallas (Triton) kernels over tiles of rows of one expert each.
+
+As in other grouped matrix products (MegaBlocks, Gale et al. 2023) the rows of an expert are cut in
+tiles, and every tile reads its expert's weights in place: no slice of the weights is written out,
+nothing is padded to a capacity, and rows that no expert owns cost nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+BLOCK_COLUMNS = 128  # of the result of a tile
+BLOCK_INNER = 64  # summed over at a time
+SMALLEST_TILE, LARGEST_TILE = 16, 128  # rows; tensor cores take 16 at least
+GATE_UP, DOWN, SUM = "tbo_experts_gate_up", "tbo_experts_down", "tbo_experts_sum"  # kernels
+
+
+def unsupported(hidden: int, width: int) -> str | None:
+    """Why experts of D = `hidden` and F = `width` cannot run here; None if they can."""
+    for name, size, block in (
+        ("hidden size", hidden, BLOCK_COLUMNS),
+        ("expert width", width, BLOCK_COLUMNS),
+    ):
+        if size % block:
+            return f"{name} {size} is no multiple of {block}"
+    return None
+
+
+def apply_experts(
+    rows: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Weighted sum, for each row, of the experts of this device that it chose.
+
+    Takes and gives what `experts.apply_experts` does; `interpret` runs without a GPU, slowly.
+    """
+    num_rows, top_k = experts.shape
+    num_experts, width, hidden = down.shape
+    bound = num_rows * min(top_k, num_experts)
+    index, place, group_sizes = _sort_by_expert(experts, num_experts, bound)
+    tile = _tile_rows(num_rows, num_experts)
+    tiles = _tiles(group_sizes, tile, bound // tile + num_experts)
+    grid = tiles[0].shape[0]
+    run = functools.partial(_run, dtype=rows.dtype, tile=tile, interpret=interpret)
+    activated = run(_gate_up_kernel, GATE_UP, grid, (*tiles, rows, index, gate_up), (bound, width))
+    results = run(_down_kernel, DOWN, grid, (*tiles, activated, down), (bound, hidden))
+    sums = functools.partial(_run, dtype=rows.dtype, tile=SMALLEST_TILE, interpret=interpret)
+    grid = -(-num_rows // SMALLEST_TILE)
+    return sums(_sum_kernel, SUM, grid, (results, place, weights), (num_rows, hidden))
+
+
+def _sort_by_expert(
+    experts: jax.Array, num_experts: int, bound: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The rows of expert 0, then of 1, ... [N]; where each choice stands there [M, K]; sizes [E].
+
+    A choice of an expert that is not here stands at N. Counted, not sorted: E is small.
+    """
+    chosen = experts.reshape(-1)
+    mine = chosen[:, None] == jnp.arange(num_experts, dtype=jnp.int32)
+    count = jnp.cumsum(mine, axis=0, dtype=jnp.int32)
+    group_sizes = count[-1]
+    before = jnp.cumsum(group_sizes) - group_sizes
+    place = jnp.where(mine, before + count - 1, 0).sum(1, dtype=jnp.int32)
+    place = jnp.where(mine.any(1), place, bound)
+    row = jnp.arange(chosen.shape[0], dtype=jnp.int32) // experts.shape[1]
+    index = jnp.zeros(bound, jnp.int32).at[place].set(row, mode="drop")
+    return index, place.reshape(experts.shape), group_sizes
+
+
+def _tile_rows(num_rows: int, num_experts: int) -> int:
+    """Rows of a tile: about what an expert gets, in a power of two."""
+    average = max(1, num_rows // num_experts)
+    return min(max(1 << (average - 1).bit_length(), SMALLEST_TILE), LARGEST_TILE)
+
+
+def _tiles(group_sizes: jax.Array, tile: int, bound: int) -> tuple[jax.Array, ...]:
+    """[bound] expert, first row, end row of each tile; tiles that do not exist are empty."""
+    end = jnp.cumsum(group_sizes)
+    per_group = -(-group_sizes // tile)
+    tile_end = jnp.cumsum(per_group)
+    number = jnp.arange(bound, dtype=jnp.int32)
+    group = jnp.sum(tile_end <= number[:, None], axis=1, dtype=jnp.int32)
+    live = group < group_sizes.shape[0]
+    group = jnp.minimum(group, group_sizes.shape[0] - 1)
+    within = number - (tile_end[group] - per_group[group])
+    first = end[group] - group_sizes[group] + within * tile
+    stop = jnp.minimum(first + tile, end[group])
+    first, stop = (jnp.where(live, x, 0).astype(jnp.int32) for x in (first, stop))
+    return group, first, stop
+
+
+def _run(kernel, name, num_tiles, operands, shape, *, dtype, tile, interpret):
+    """Run a kernel over tiles of rows and blocks of columns of a result of `shape`."""
+    return pl.pallas_call(
+        functools.partial(kernel, tile=tile),
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        # Tiles of an expert are neighbours in the grid: they share its weights in the L2 cache.
+        grid=(num_tiles, shape[1] // BLOCK_COLUMNS),
+        compiler_params=plgpu.CompilerParams(num_warps=4 if tile <= 64 else 8, num_stages=3),
+        interpret=interpret,
+        name=name,
+    )(*operands)
+
+
+def _gate_up_kernel(group, first, stop, rows, index, weights, out, *, tile):
+    start, end, expert, columns, row, live = _program(group, first, stop, tile)
+    width = weights.shape[2] // 2
+
+    @pl.when(start < end)
+    def _():
+        source = plgpu.load(index.at[row], mask=live, other=0)
+
+        def add(step, sums):
+            inner = pl.ds(step * BLOCK_INNER, BLOCK_INNER)
+            x = _load(rows, source, step, live)
+            gate = weights[expert, inner, pl.ds(columns, BLOCK_COLUMNS)]
+            up = weights[expert, inner, pl.ds(width + columns, BLOCK_COLUMNS)]
+            return sums[0] + _dot(x, gate), sums[1] + _dot(x, up)
+
+        zero = jnp.zeros((tile, BLOCK_COLUMNS), jnp.float32)
+        gate, up = jax.lax.fori_loop(0, rows.shape[1] // BLOCK_INNER, add, (zero, zero))
+        value = (gate * jax.nn.sigmoid(gate) * up).astype(out.dtype)
+        _store(out, row, columns, value, live)
+
+
+def _down_kernel(group, first, stop, rows, weights, out, *, tile):
+    start, end, expert, columns, row, live = _program(group, first, stop, tile)
+
+    @pl.when(start < end)
+    def _():
+        def add(step, total):
+            inner = pl.ds(step * BLOCK_INNER, BLOCK_INNER)
+            x = _load(rows, row, step, live)
+            return total + _dot(x, weights[expert, inner, pl.ds(columns, BLOCK_COLUMNS)])
+
+        zero = jnp.zeros((tile, BLOCK_COLUMNS), jnp.float32)
+        total = jax.lax.fori_loop(0, rows.shape[1] // BLOCK_INNER, add, zero)
+        value = total.astype(out.dtype)
+        _store(out, row, columns, value, live)
+
+
+def _sum_kernel(results, place, weights, out, *, tile):
+    num_rows, top_k = place.shape
+    row = pl.program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
+    columns = pl.program_id(1) * BLOCK_COLUMNS
+    column = (columns + jnp.arange(BLOCK_COLUMNS, dtype=jnp.int32))[None, :]
+    inside = row < num_rows
+    total = jnp.zeros((tile, BLOCK_COLUMNS), jnp.float32)
+    for choice in range(top_k):
+        source = plgpu.load(place.at[row, choice], mask=inside, other=0)
+        live = inside & (source < results.shape[0])
+        weight = plgpu.load(weights.at[row, choice], mask=live, other=jnp.zeros((), weights.dtype))
+        # What is not live is not read: it is nobody's, and may be a NaN.
+        value = plgpu.load(
+            results.at[source[:, None], column],
+            mask=live[:, None],
+            other=jnp.zeros((), results.dtype),
+        )
+        total += weight.astype(jnp.float32)[:, None] * value.astype(jnp.float32)
+    _store(out, row, columns, total.astype(out.dtype), inside)
+
+
+def _dot(x, weights):
+    # Else the tensor cores round float32 to 10 bits.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return plgpu.dot(x, weights, precision=precision)
+
+
+def _load(ref, row, step, live):
+    """Block `step` of the summed axis of some rows, zero where they are not live."""
+    inner = step * BLOCK_INNER + jnp.arange(BLOCK_INNER, dtype=jnp.int32)
+    zero = jnp.zeros((), ref.dtype)
+    return plgpu.load(ref.at[row[:, None], inner[None, :]], mask=live[:, None], other=zero)
+
+
+def _store(ref, row, columns, value, live):
+    column = columns + jnp.arange(BLOCK_COLUMNS, dtype=jnp.int32)
+    plgpu.store(ref.at[row[:, None], column[None, :]], value, mask=live[:, None])
+
+
+def _program(group, first, stop, tile):
+    """What a program of the grid works on."""
+    number = pl.program_id(0)
+    start, end = first[number], stop[number]
+    row = start + jnp.arange(tile, dtype=jnp.int32)
+    return start, end, group[number], pl.program_id(1) * BLOCK_COLUMNS, row, row < end
+
+
+def expected_work(
+    *, rows: int, chosen: float, num_experts: int, hidden: int, inner: int, width: int
+) -> dict[str, tuple[float, float]]:
+    """Floating-point operations and bytes of the kernels, by name, for the schedule report.
+
+    Args:
+        rows: M, received by a device.
+        chosen: rows times experts that are really here.
+        num_experts: E of this device.
+        hidden, inner: D and F.
+        width: bytes of an element.
+    """
+    gate_up = num_experts * hidden * 2 * inner + chosen * (hidden + inner)
+    down = num_experts * hidden * inner + chosen * (hidden + inner)
+    return {
+        GATE_UP: (4.0 * chosen * hidden * inner, width * gate_up),
+        DOWN: (2.0 * chosen * hidden * inner, width * down),
+        SUM: (2.0 * chosen * hidden, width * (chosen + rows) * hidden),
+    }
