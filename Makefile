@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 MODEL ?= examples/kjv-moe
 
-.PHONY: help decode test test-all check format train bench clean
+.PHONY: help decode test test-all check format train bench pictures clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,13 @@ train: $(VENV)/.base  ## train the bundled model anew (under an hour on 2 cores)
 
 bench: $(VENV)/.base  ## time decoding; MODEL=DIR for a checkpoint
 	$(BIN)/python benchmarks/decode.py --model $(MODEL)
+
+# Compiles for GPUs that need not be there; the packages take 6 GB.
+pictures: $(VENV)/.base  ## draw the pictures in docs/ anew
+	$(BIN)/python -m pip install --quiet --editable '.[cuda12,plot]'
+	$(BIN)/python -m tbo_jax.schedule --phase prefill --tokens 8192 --plot docs/schedule-prefill.svg
+	$(BIN)/python -m tbo_jax.schedule --phase decode --tokens 256 --link-gbps 45 \
+		--plot docs/schedule-decode.svg
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -1,0 +1,258 @@
+"""What an instruction costs: floating-point operations, bytes of memory, bytes on the link.
+
+A roofline, no more: a kernel takes the longer of its matrix products at the matrix units' rate and
+its bytes at the memory's bandwidth. Bytes are counted as if every kernel read its operands from
+main memory and wrote its result there, once (`traffic` says how much of each).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tbo_jax.schedule.hlo import Array, Computation, Instruction, Module
+from tbo_jax.schedule.targets import Rates
+from tbo_jax.schedule.traffic import COLLECTIVES, fusion_bytes, instruction_bytes
+
+# Order, naming and bookkeeping: no kernel is started for these.
+FREE = frozenset(
+    [
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "add-dependency",
+        "domain",
+        "recv",  # the other end of a send
+    ]
+)
+# Custom calls that only say something to the compiler.
+_FREE_TARGETS = frozenset(["AllocateBuffer", "ConcatBitcast", "Sharding"])
+# Asynchronous, and of the memory alone.
+_MOVES = frozenset(["copy", "slice", "dynamic-slice"])
+# What can wrap a collective, or several in a group.
+_WRAPPERS = frozenset(["async-start", "async-update", "async-done", "fusion", "custom-call"])
+_PRODUCTS = frozenset(["dot", "scaled-dot", "ragged-dot"])
+
+
+@dataclass(frozen=True)
+class Work:
+    """Amounts of work, to be added up."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    kernels: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.flops + other.flops, self.bytes + other.bytes, self.kernels + other.kernels
+        )
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.flops * times, self.bytes * times, self.kernels * times)
+
+    def seconds(self, rates: Rates) -> float:
+        """Modelled time of one kernel with this work."""
+        roofline = max(self.flops / rates.matmul_flops, self.bytes / rates.memory_bandwidth)
+        return roofline + self.kernels * rates.launch_seconds
+
+
+def collective_kind(module: Module, instruction: Instruction) -> str | None:
+    """all-to-all, ... of a collective, of its start or done, or of a wrapper around one.
+
+    An `async-done` names no computation, and has no kind: it belongs to its operand.
+    """
+    base = instruction.opcode.removesuffix("-start").removesuffix("-done")
+    if base in COLLECTIVES:
+        return base
+    inner = next(_wrapped(module, instruction), None)
+    return None if inner is None else inner[1].opcode
+
+
+def collectives(
+    module: Module, computation: Computation, instruction: Instruction
+) -> list[tuple[Computation, Instruction]]:
+    """The collectives that an instruction with a kind runs, and where their operands are."""
+    return list(_wrapped(module, instruction)) or [(computation, instruction)]
+
+
+def starts_collective(module: Module, instruction: Instruction) -> bool:
+    """Whether an instruction with a kind leaves its collective running."""
+    if '"is_sync":true' in instruction.text:
+        return False
+    if instruction.opcode == "fusion":
+        return _calls(module, instruction, "AsyncCollectiveStart")
+    return instruction.opcode.endswith("-start") or instruction.opcode == "send"
+
+
+def ends_collective(module: Module, instruction: Instruction) -> bool:
+    """Whether an instruction that reads a running collective waits for it."""
+    if instruction.opcode == "fusion":
+        return _calls(module, instruction, "AsyncCollectiveDone")
+    return instruction.opcode.endswith("-done")
+
+
+def _calls(module: Module, instruction: Instruction, target: str) -> bool:
+    return any(i.target == target for c in module.called(instruction) for i in c.instructions)
+
+
+def _wrapped(module: Module, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+    for called in module.called(instruction) if instruction.opcode in _WRAPPERS else ():
+        for inner in called.instructions:
+            if inner.opcode in COLLECTIVES:
+                yield called, inner
+            else:
+                yield from _wrapped(module, inner)
+
+
+def link_bytes(
+    kind: str, instruction: Instruction, operands: list[Instruction], num_devices: int = 2
+) -> float:
+    """Bytes that a device sends in a collective over n devices: the ring and all-to-all bounds.
+
+    Of a ragged exchange, whose sizes are data, the bytes if every row is sent.
+    """
+    devices = group_size(instruction, num_devices)
+    away = (devices - 1) / devices
+    if kind == "ragged-all-to-all":
+        operands = operands[:1]  # the rest: where the result goes, offsets and sizes
+    sent = sum(operand.bytes for operand in operands)
+    if kind == "all-gather":
+        return sent * (devices - 1)
+    if kind == "all-reduce":
+        return 2 * sent * away
+    if kind in ("all-to-all", "ragged-all-to-all", "reduce-scatter"):
+        return sent * away
+    return sent
+
+
+def group_size(instruction: Instruction, num_devices: int = 2) -> int:
+    """How many devices take part in a collective: a group, or all of `num_devices`."""
+    text = instruction.text
+    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
+        return len(match[1].split(","))
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", text):  # iota form: groups, size
+        return int(match[2])
+    if "replica_groups={" in text:  # an empty list
+        return num_devices
+    return 2  # collective-permute, send: from one to another
+
+
+def work(module: Module, computation: Computation, instruction: Instruction) -> Work:
+    """The work of one instruction that is no loop and no collective.
+
+    An asynchronous copy is charged at its start. Into or out of fast memory (TPU) it is free:
+    whoever reads or makes the array is charged with it.
+    """
+    opcode = instruction.opcode
+    if opcode in FREE or opcode.endswith(("-done", "-update")):
+        return Work()
+    if opcode.removesuffix("-start") == "custom-call":
+        return _custom_call(computation, instruction)
+    if opcode.endswith("-start"):
+        return _move(module, computation, instruction)
+    if opcode == "fusion":
+        called = module.called(instruction)[0]
+        return Work(_fused_flops(module, called), fusion_bytes(module, called), 1)
+    if opcode != "copy" and _is_scalar(computation, instruction):
+        return Work()  # for TPU's scalar unit; on GPU there is a fusion around it, or a copy
+    flops = matmul_flops(computation, instruction)
+    return Work(flops, instruction_bytes(computation, instruction), 1)
+
+
+def _is_scalar(computation: Computation, instruction: Instruction) -> bool:
+    touched = (instruction, *computation.operands(instruction))
+    return all(array.elements == 1 for i in touched for array in i.arrays)
+
+
+def is_move(module: Module, instruction: Instruction) -> bool:
+    """Whether it starts a copy, or a slice, that runs beside other work."""
+    if instruction.opcode == "async-start":
+        return any(called.root.opcode in _MOVES for called in module.called(instruction))
+    return instruction.opcode.endswith("-start") and (
+        instruction.opcode.removesuffix("-start") in _MOVES
+    )
+
+
+def _move(module: Module, computation: Computation, start: Instruction) -> Work:
+    if not is_move(module, start):
+        return Work()
+    sources = [array for operand in computation.operands(start) for array in operand.arrays]
+    if start.opcode == "async-start":
+        result = module.called(start)[0].root.arrays[0]
+    else:  # result, source, ...; a slice has its operands first
+        result = start.arrays[0 if start.opcode == "copy-start" else len(start.operands)]
+    in_main = all(array.memory_space == 0 for array in (*sources[:1], result))
+    return Work(bytes=2.0 * result.bytes, kernels=1) if in_main else Work()
+
+
+def _custom_call(computation: Computation, instruction: Instruction) -> Work:
+    if instruction.target in _FREE_TARGETS:
+        return Work()
+    operands = computation.operands(instruction)
+    given = re.search(r'"bytes_accessed":"?(\d+)', instruction.text)
+    if given:
+        traffic = float(given[1])
+    else:
+        traffic = float(sum(array.bytes for array in _results(instruction)))
+        traffic += sum(operand.bytes for operand in operands)
+    return Work(_custom_flops(instruction, operands), traffic, 1)
+
+
+def _results(instruction: Instruction) -> tuple[Array, ...]:
+    """Without the scratch memory that the kernels of cuBLAS and cuDNN hand out last."""
+    arrays = instruction.arrays
+    scratch = len(arrays) > 1 and arrays[-1].dtype in ("s8", "u8")
+    return arrays[:-1] if scratch and instruction.target.startswith("__cu") else arrays
+
+
+def _custom_flops(instruction: Instruction, operands: list[Instruction]) -> float:
+    """A matrix product of a library, or what the kernel's own cost estimate says."""
+    if given := re.search(r'"flops":"?(\d+)', instruction.text):
+        return float(given[1])
+    contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.text)
+    if contracted and operands and operands[0].arrays:
+        dims = operands[0].arrays[0].dims
+        axes = [int(d) for d in re.findall(r"\d+", contracted[1])]
+        return 2.0 * instruction.arrays[0].elements * math.prod(dims[a] for a in axes)
+    return 0.0
+
+
+def matmul_flops(computation: Computation, instruction: Instruction) -> float:
+    """Operations of a `dot`, or of a `convolution` that stands for one (as on TPU); 0 of others."""
+    if instruction.opcode in _PRODUCTS:
+        lhs = computation.operands(instruction)[0].arrays[0]
+        contracted = math.prod(lhs.dims[d] for d in instruction.dims("lhs_contracting_dims"))
+        return 2.0 * instruction.arrays[0].elements * contracted
+    if instruction.opcode == "convolution":
+        return _convolution_flops(computation, instruction)
+    return 0.0
+
+
+def _convolution_flops(computation: Computation, instruction: Instruction) -> float:
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.text)
+    if labels is None:
+        return 0.0
+    kernel = computation.operands(instruction)[1].arrays[0]
+    dilation = re.search(r"window=\{[^}]*lhs_dilate=([\dx]+)", instruction.text)
+    gaps = [int(n) for n in dilation[1].split("x")] if dilation else []
+    contracted = 1
+    for size, label in zip(kernel.dims, labels[2], strict=True):
+        # A batch dimension of a product is written as a spatial one whose input is spread so far
+        # that each place of the window meets one element: it is not summed over.
+        batch = label.isdigit() and gaps and gaps[int(label)] == size
+        contracted *= 1 if label == "o" or batch else size
+    return 2.0 * instruction.arrays[0].elements * contracted
+
+
+def _fused_flops(module: Module, fused: Computation) -> float:
+    inner = [called for i in fused.instructions for called in module.called(i)]
+    own = sum(matmul_flops(fused, instruction) for instruction in fused.instructions)
+    return own + sum(_fused_flops(module, called) for called in inner)

@@ -1,0 +1,198 @@
+"""The runner's own step for a model's shape: weights abstract, nothing allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+
+from tbo_jax.attention import gpu_paged, paged, tpu_paged
+from tbo_jax.config import OverlapConfig
+from tbo_jax.layers.config import DecoderConfig, HfConfig
+from tbo_jax.layers.decoder import CausalLM
+from tbo_jax.models import find_architecture
+from tbo_jax.moe import gpu_experts, grouped_matmul, tpu_experts
+from tbo_jax.runner import ModelRunner
+from tbo_jax.schedule.cost import Work
+from tbo_jax.schedule.report import ScheduleReport, inspect
+from tbo_jax.schedule.targets import Target
+from tbo_jax.shapes import Bucket, CacheConfig
+
+Phase = Literal["decode", "prefill"]
+PAGE_SIZE = 64  # tokens
+
+
+def list_presets() -> list[str]:
+    """Names of the public shapes that come with this package."""
+    folder = resources.files("tbo_jax.schedule") / "presets"
+    return sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith("json"))
+
+
+def read_shape(name: str, num_layers: int | None = None) -> DecoderConfig:
+    """The shape of a model.
+
+    Args:
+        name: a config.json, a folder that holds one, or one of `list_presets()`.
+        num_layers: take only so many layers.
+
+    Raises:
+        ValueError: there is none of that name, it is not understood, or it has fewer layers.
+    """
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+    elif name in list_presets():
+        text = (resources.files("tbo_jax.schedule") / "presets" / f"{name}.json").read_text("utf-8")
+    else:
+        raise ValueError(
+            f"no model {name!r}: expected a config.json, a folder with one, or one of "
+            f"{', '.join(list_presets())}"
+        )
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name}: this is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}: expected an object, got {type(values).__name__}")
+    layers = values.get("num_hidden_layers")
+    if num_layers is not None:
+        if not isinstance(layers, int) or not 1 <= num_layers <= layers:
+            raise ValueError(f"layers must be 1 to {layers} for {name}, got {num_layers}")
+        values["num_hidden_layers"] = num_layers
+    architecture = find_architecture(values.get("model_type"))
+    return architecture.parse_config(HfConfig(values, name), jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """The step to look at: `tokens` tokens a device, sequences of `context` tokens."""
+
+    phase: Phase
+    tokens: int
+    context: int
+
+    @property
+    def bucket(self) -> Bucket:
+        """Decode: a token of each of `tokens` sequences. Prefill: whole sequences."""
+        if self.phase == "decode":
+            return Bucket(self.tokens, self.tokens, decode=True)
+        return Bucket(self.tokens, -(-self.tokens // self.context))
+
+    @property
+    def cache(self) -> CacheConfig:
+        """A cache that holds all sequences of the step."""
+        pages = -(-self.context // PAGE_SIZE)
+        return CacheConfig(self.bucket.sequences * pages + 1, PAGE_SIZE, pages, self.tokens)
+
+
+def inspect_model(
+    config: DecoderConfig,
+    target: Target,
+    shape: StepShape,
+    *,
+    micro_batches: int = 1,
+    scanned: bool = False,
+    transport: Any = "all_to_all",
+) -> ScheduleReport:
+    """The schedule of the runner's step, compiled for `target`.
+
+    Raises:
+        ValueError: the shape does not fit the model or the target.
+    """
+    for name, value in {"tokens": shape.tokens, "context": shape.context}.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if micro_batches < 1 or micro_batches > shape.tokens:
+        raise ValueError(f"{shape.tokens} tokens do not divide into {micro_batches} micro-batches")
+    if scanned and any(
+        config.is_sparse(i) != config.is_sparse(0) for i in range(config.num_layers)
+    ):
+        raise ValueError("layers of different kinds cannot be scanned: use the unrolled loop")
+    if micro_batches == 1:
+        overlap = OverlapConfig()
+    else:
+        overlap = OverlapConfig("on", num_micro_batches=micro_batches)
+    runner = ModelRunner(
+        abstract_model(config, scanned),
+        shape.cache,
+        mesh=target.mesh(),
+        overlap=overlap,
+        transport=transport,
+    )
+    lowered = runner.lower(shape.bucket, micro_batches)
+    tokens = -(-shape.tokens // micro_batches)
+    return inspect(
+        lowered,
+        target,
+        micro_batches=micro_batches,
+        trip_counts=expected_turns(config, target.num_devices, tokens, shape),
+        kernels=expected_work(config, target.num_devices, tokens, shape),
+    )
+
+
+def abstract_model(config: DecoderConfig, scanned: bool) -> CausalLM:
+    """The model with shapes for weights."""
+    return nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0), scanned=scanned))
+
+
+def expected_turns(
+    config: DecoderConfig, num_devices: int, tokens: int, shape: StepShape
+) -> dict[str, float]:
+    """Turns of the loops that depend on data, for a micro-batch of `tokens` tokens a device.
+
+    Contexts are those of `shape`, tokens are routed evenly.
+    """
+    turns = paged.expected_turns(shape.context, PAGE_SIZE)
+    if config.num_experts:
+        rows = tokens * num_devices * config.num_experts_per_token / config.num_experts
+        turns |= grouped_matmul.expected_turns(rows, config.num_experts // num_devices)
+        turns |= _expert_chunks(config, num_devices, tokens)
+    return turns
+
+
+def _expert_chunks(config: DecoderConfig, num_devices: int, tokens: int) -> dict[str, float]:
+    chosen = tokens * config.num_experts_per_token
+    rows = tokens * num_devices
+    here = config.num_experts // num_devices
+    bound = rows * min(config.num_experts_per_token, here)
+    return tpu_experts.expected_turns(rows, bound, chosen)
+
+
+def expected_work(
+    config: DecoderConfig, num_devices: int, tokens: int, shape: StepShape
+) -> dict[str, Work]:
+    """Work of the kernels, which XLA's text does not tell; see `expected_turns`.
+
+    Of those of all platforms: a program has its own platform's, and no name is in two.
+    """
+    width = jnp.dtype(config.dtype).itemsize
+    attention = dict(
+        tokens=tokens,
+        context=shape.context,
+        decode=shape.phase == "decode",
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        width=width,
+    )
+    work = gpu_paged.expected_work(**attention) | tpu_paged.expected_work(**attention)
+    if config.num_experts:
+        experts = dict(
+            rows=tokens * num_devices,
+            chosen=tokens * config.num_experts_per_token,
+            num_experts=config.num_experts // num_devices,
+            hidden=config.hidden_size,
+            inner=config.expert_intermediate_size,
+            width=width,
+        )
+        (turns,) = _expert_chunks(config, num_devices, tokens).values()
+        work |= gpu_experts.expected_work(**experts)
+        work |= tpu_experts.expected_work(**experts, turns=turns)
+    return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}

@@ -1,0 +1,245 @@
+"""`inspect`: compile a step for a target, and report what its schedule hides."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from tbo_jax.compiler_options import Options, compiler_options
+from tbo_jax.schedule.audit import Finding, audit
+from tbo_jax.schedule.cost import Work
+from tbo_jax.schedule.hlo import Module, parse
+from tbo_jax.schedule.targets import Target, find_target
+from tbo_jax.schedule.timeline import Timeline, Transfer, simulate
+
+_NO_TIME = 0.01  # of a transfer: less compute beside it than this is none
+
+
+@dataclass(frozen=True)
+class CollectiveReport:
+    """A collective of the program, averaged over the turns of the loop it is in. Seconds."""
+
+    name: str  # of the instruction
+    kind: str  # all-to-all, ...
+    scope: str  # layer_2/micro_batch_1/dispatch
+    source: str  # file:line
+    turns: int
+    bytes: float  # that a device sends, per turn
+    seconds: float
+    hidden: float
+    exposed: float
+    beside: tuple[tuple[str, float], ...]  # what computes between its start and its done
+    reason: str  # why it is exposed; "" when it is hidden
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """What the compiler's schedule of a step hides. All times are modelled, in seconds."""
+
+    target: str
+    micro_batches: int
+    step: float
+    compute: float
+    communication: float
+    hidden: float
+    exposed: float
+    flops: float
+    memory_bytes: float  # read and written by kernels
+    sent_bytes: float  # by a device
+    temporary_bytes: int
+    needed_bytes: int  # arguments, results and temporary memory together
+    memory: int | None  # bytes of a device; None if unknown
+    aliased_bytes: int
+    hlo_characters: int
+    compile_seconds: float  # measured, on the machine that compiled
+    collectives: tuple[CollectiveReport, ...]
+    findings: tuple[Finding, ...]
+    assumed_loops: tuple[str, ...]  # turns unknown until run time, counted as one
+    timeline: Timeline
+    hlo: str
+
+    @property
+    def hidden_share(self) -> float:
+        """Of communication; 1 if there is none."""
+        return self.hidden / self.communication if self.communication else 1.0
+
+    @property
+    def best_speedup(self) -> float:
+        """What overlap could give at most: (compute + communication) / the longer of them."""
+        longer = max(self.compute, self.communication)
+        return (self.compute + self.communication) / longer if longer else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the timeline and the program."""
+        fields = {k: v for k, v in vars(self).items() if k not in ("timeline", "hlo")}
+        fields["collectives"] = [asdict(c) for c in self.collectives]
+        fields["findings"] = [asdict(f) for f in self.findings]
+        fields["assumed_loops"] = list(self.assumed_loops)
+        return fields | {"hidden_share": self.hidden_share, "times": "modelled"}
+
+
+def inspect(
+    step: Any,
+    target: Target | str,
+    *args: Any,
+    micro_batches: int = 1,
+    trip_counts: Mapping[str, float] | None = None,
+    kernels: Mapping[str, Work] | None = None,
+    options: Options | None = None,
+) -> ScheduleReport:
+    """Compile a step for a machine that need not be there, and report its schedule.
+
+    Args:
+        step: a function jitted over `target.mesh()`, what its `lower` gave, or what that compiled
+            to.
+        target: the machine, or its name (`find_target`).
+        *args: of a jitted function: arrays or `jax.ShapeDtypeStruct`s with their shardings.
+        micro_batches: of the step, for the compiler options and the report.
+        trip_counts: turns of loops that depend on data, by a part of their name scope.
+        kernels: work of custom calls by the name of the kernel; else what their operands weigh.
+        options: of the compiler, on top of `compiler_options`.
+
+    Raises:
+        ValueError: unknown target, or its compiler is not installed.
+    """
+    target = find_target(target) if isinstance(target, str) else target
+    start = time.perf_counter()
+    if hasattr(step, "lower"):
+        step = step.lower(*args)
+        args = ()
+    if args:
+        raise ValueError("arguments are for a jitted function, this one is lowered already")
+    if hasattr(step, "compile"):
+        given = compiler_options(target.platform, target.num_devices, micro_batches)
+        if target.platform == "cuda":
+            given["xla_gpu_autotune_level"] = "0"  # there is no device to tune on
+        step = step.compile(given | (options or {}))
+    elif options:
+        raise ValueError("compiler options come too late: the step is compiled already")
+    seconds = time.perf_counter() - start
+    return report(step, target, micro_batches, trip_counts or {}, kernels or {}, seconds)
+
+
+def report(
+    compiled: jax.stages.Compiled,
+    target: Target,
+    micro_batches: int,
+    trip_counts: Mapping[str, float],
+    kernels: Mapping[str, Work],
+    compile_seconds: float,
+) -> ScheduleReport:
+    """The report of a compiled step."""
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    if text is None or memory is None:
+        raise ValueError("this program has no text to read, or no memory analysis")
+    module: Module = parse(text)
+    timeline = simulate(module, target.rates, trip_counts, kernels)
+    return ScheduleReport(
+        target=target.name,
+        micro_batches=micro_batches,
+        step=timeline.step,
+        compute=timeline.compute,
+        communication=timeline.communication,
+        hidden=timeline.hidden,
+        exposed=timeline.exposed,
+        flops=timeline.flops,
+        memory_bytes=timeline.bytes,
+        sent_bytes=sum(t.bytes for t in timeline.transfers),
+        temporary_bytes=memory.temp_size_in_bytes,
+        needed_bytes=memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes,
+        memory=target.memory,
+        aliased_bytes=memory.alias_size_in_bytes,
+        hlo_characters=len(text),
+        compile_seconds=compile_seconds,
+        collectives=tuple(_collectives(timeline)),
+        findings=tuple(audit(module)),
+        assumed_loops=tuple(timeline.assumed_loops),
+        timeline=timeline,
+        hlo=text,
+    )
+
+
+def layer_body(collectives: Sequence[CollectiveReport]) -> list[CollectiveReport]:
+    """Those of one layer in the middle: of the scanned layers, or of the middle unrolled one.
+
+    A program without the scopes of `run_layers` gives all.
+    """
+    scanned = [c for c in collectives if c.scope.startswith("layers/")]
+    if scanned:
+        return [c for c in scanned if c.turns == max(s.turns for s in scanned)]
+    numbers = sorted({int(n) for c in collectives for n in re.findall(r"^layer_(\d+)/", c.scope)})
+    if not numbers:
+        return list(collectives)
+    middle = numbers[len(numbers) // 2 if len(numbers) > 2 else 0]
+    return [c for c in collectives if c.scope.startswith(f"layer_{middle}/")]
+
+
+def layer_seconds(timeline: Timeline) -> float | None:
+    """Modelled time from the start of an unrolled layer to that of the next, in the middle.
+
+    None with fewer than three layers: the first and the last one differ from the others.
+    """
+    starts: dict[int, float] = {}
+    for event in timeline.events:
+        match = re.match(r"layer_(\d+)/", scope_of(event.op_name))
+        if match and event.lane == "compute":
+            number = int(match[1])
+            starts[number] = min(starts.get(number, event.start), event.start)
+    last = max(starts, default=0)
+    return (starts[last] - starts[1]) / (last - 1) if last > 1 and 1 in starts else None
+
+
+def scope_of(op_name: str) -> str:
+    """layer_2/micro_batch_1/dispatch of an `op_name`; "" outside of a layer."""
+    match = re.search(r"(?:^|/)(layers|layer_\d+)/(micro_batch_\d+)/([^/]+)", op_name)
+    return "/".join(match.groups()) if match else ""
+
+
+def _collectives(timeline: Timeline) -> list[CollectiveReport]:
+    by_name: dict[str, list[Transfer]] = {}
+    for transfer in timeline.transfers:
+        by_name.setdefault(transfer.event.name, []).append(transfer)
+    return [_collective(transfers) for transfers in by_name.values()]
+
+
+def _collective(transfers: list[Transfer]) -> CollectiveReport:
+    turns, event = len(transfers), transfers[-1].event
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / turns
+
+    last = transfers[-1]
+    exposed = mean([t.waited for t in transfers])
+    return CollectiveReport(
+        name=event.name,
+        kind=event.kind,
+        scope=scope_of(event.op_name),
+        source=event.source,
+        turns=turns,
+        bytes=last.bytes,
+        seconds=mean([t.event.seconds for t in transfers]),
+        hidden=mean([t.hidden for t in transfers]),
+        exposed=exposed,
+        beside=last.beside,
+        reason=_reason(last) if exposed > 1e-9 else "",
+    )
+
+
+def _reason(transfer: Transfer) -> str:
+    seconds = transfer.event.seconds
+    if transfer.synchronous:
+        return "runs in line with compute: XLA has not made it asynchronous"
+    if transfer.computed < _NO_TIME * seconds:
+        return "nothing computes between its start and its done"
+    between = f"{transfer.computed * 1e6:.1f} of {seconds * 1e6:.1f} us of compute beside it"
+    if transfer.queued > 0:
+        return f"{between}, after {transfer.queued * 1e6:.1f} us in the queue for the link"
+    return f"only {between}"

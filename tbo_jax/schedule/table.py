@@ -1,0 +1,145 @@
+"""The report as people read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from tbo_jax.schedule.report import CollectiveReport, ScheduleReport, layer_body, layer_seconds
+from tbo_jax.schedule.targets import Target
+
+WIDTH = 150  # columns, where no terminal says how many it has
+MOST_FINDINGS = 8  # kinds and places, printed for each program
+
+
+def print_report(
+    title: str, reports: Sequence[ScheduleReport], target: Target, layers_left_out: int = 0
+) -> None:
+    """Print the table of all reports, then the collectives and findings of each.
+
+    With layers left out of the program, a line extrapolates the step to all of them.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    rates = target.rates
+    console.print(title)
+    console.print(
+        f"Times are modelled: XLA's order, priced at {rates.matmul_flops / 1e12:.0f} TFLOP/s, "
+        f"{rates.memory_bandwidth / 1e9:.0f} GB/s of memory and "
+        f"{rates.link_bandwidth / 1e9:.0f} GB/s of link a device.\n"
+    )
+    console.print(_summary(reports, layers_left_out))
+    for report in reports:
+        console.print(f"\n{_name(report)}: collectives of a layer")
+        console.print(_collectives(report))
+        for line in _notes(report):
+            console.print(line)
+
+
+def _name(report: ScheduleReport) -> str:
+    return f"{report.micro_batches} micro-batch" + ("es" if report.micro_batches > 1 else "")
+
+
+def _summary(reports: Sequence[ScheduleReport], layers_left_out: int) -> Table:
+    table = Table("", *[_name(r) for r in reports], box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    first = reports[0].step
+
+    def row(name: str, values: Sequence[str]) -> None:
+        table.add_row(name, *values)
+
+    row("step", [_ms(r.step) for r in reports])
+    layer = [layer_seconds(r.timeline) for r in reports]
+    if layers_left_out and None not in layer:
+        whole = [r.step + layers_left_out * (t or 0) for r, t in zip(reports, layer, strict=True)]
+        row("  of all layers, extrapolated", [_ms(seconds) for seconds in whole])
+    row("compute", [_ms(r.compute) for r in reports])
+    row("communication", [_ms(r.communication) for r in reports])
+    row("  hidden", [f"{r.hidden_share:.1%}" for r in reports])
+    row("  exposed", [_ms(r.exposed) for r in reports])
+    row(f"speed-up over {_name(reports[0])}", [f"{first / r.step:.3f}" for r in reports])
+    row("  best that overlap could give", [f"{r.best_speedup:.3f}" for r in reports])
+    row("memory traffic", [_mb(r.memory_bytes) for r in reports])
+    row("sent a device", [_mb(r.sent_bytes) for r in reports])
+    row("memory of a device", [_needed(r) for r in reports])
+    row("  temporary", [_mb(r.temporary_bytes) for r in reports])
+    row("updated in place (aliased)", [_mb(r.aliased_bytes) for r in reports])
+    row("findings", [str(len(r.findings)) for r in reports])
+    row("compiled in (measured)", [f"{r.compile_seconds:.1f} s" for r in reports])
+    return table
+
+
+def _collectives(report: ScheduleReport) -> Table:
+    table = Table("collective", "sent", "time", "hidden", "exposed", "beside it", box=None)
+    for column in table.columns[1:5]:
+        column.justify = "right"
+    body = layer_body(report.collectives)
+    others = [c for c in report.collectives if c not in body and c.exposed > 1e-9]
+    for collective in [*body, *others]:
+        table.add_row(
+            _label(collective),
+            _mb(collective.bytes),
+            _us(collective.seconds),
+            _us(collective.hidden),
+            _us(collective.exposed),
+            collective.reason or _beside(collective),
+        )
+    return table
+
+
+def _label(collective: CollectiveReport) -> str:
+    turns = f" x{collective.turns}" if collective.turns > 1 else ""
+    return f"{collective.scope or collective.name} ({collective.kind}{turns})"
+
+
+def _beside(collective: CollectiveReport) -> str:
+    named = [f"{name} {_us(seconds)}" for name, seconds in collective.beside[:3]]
+    more = len(collective.beside) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more > 0 else "")
+
+
+def _notes(report: ScheduleReport) -> list[str]:
+    lines = []
+    grouped: dict[tuple[str, str], list[int]] = {}
+    for finding in report.findings:
+        grouped.setdefault((finding.kind, finding.source), []).append(finding.bytes)
+    for (kind, source), sizes in list(grouped.items())[:MOST_FINDINGS]:
+        first = next(f for f in report.findings if (f.kind, f.source) == (kind, source))
+        lines.append(
+            f"finding: {kind}, {len(sizes)} x {_mb(max(sizes))}: {first.instruction} "
+            f"({source or first.op_name})"
+        )
+    if len(grouped) > MOST_FINDINGS:
+        lines.append(f"finding: and {len(grouped) - MOST_FINDINGS} more places (--json has all)")
+    if report.memory is not None and report.needed_bytes > report.memory:
+        lines.append(
+            f"does not fit: {report.needed_bytes / 1e9:.1f} GB of {report.memory / 1e9:.1f} GB of "
+            "memory; take fewer tokens, a shorter context or more devices"
+        )
+    if report.assumed_loops:
+        lines.append(
+            f"{len(report.assumed_loops)} loops whose turns depend on data are counted once: "
+            f"{', '.join(report.assumed_loops[:5])}"
+        )
+    return lines
+
+
+def _needed(report: ScheduleReport) -> str:
+    fits = report.memory is None or report.needed_bytes <= report.memory
+    return f"{report.needed_bytes / 1e9:.1f} GB" + ("" if fits else " (!)")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us"
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB"

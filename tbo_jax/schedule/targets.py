@@ -1,0 +1,215 @@
+"""Machines to compile for that need not be there: what they can do, and how XLA is told of them."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata, resources
+from typing import Any
+
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from tbo_jax.sharding import make_mesh
+
+MOST_GPUS_A_NODE = 8
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one device does at best: the prices of the modelled timeline."""
+
+    matmul_flops: float  # floating-point operations per second, bfloat16, dense
+    memory_bandwidth: float  # bytes per second
+    link_bandwidth: float  # bytes per second that a device sends to the others
+    launch_seconds: float  # start of a kernel
+    collective_seconds: float  # start of a collective
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine: `num_devices` chips of one kind."""
+
+    name: str  # h100x8, 4 nodes of h100x8, v5e:2x4
+    platform: str  # "cuda" or "tpu"
+    num_devices: int
+    num_nodes: int
+    rates: Rates
+    description: Mapping[str, Any]  # the chip's file, parsed
+    topology: str  # as the platform's plugin names it
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes of memory of a device; None where the description does not tell."""
+        gpu = self.description.get("gpu_device_info", {})
+        return self.description.get("memory_bytes", gpu.get("device_memory_size"))
+
+    def devices(self) -> list[Any]:
+        """The devices, for a mesh to compile for.
+
+        Raises:
+            ValueError: the plugin that compiles for this platform is not installed, or it does not
+                know the topology.
+        """
+        options: dict[str, Any] = {}
+        if self.platform == "cuda":
+            options = {"target_config": _target_config(self.description), "topology": self.topology}
+        try:
+            described = topologies.get_topology_desc(
+                self.name if self.platform == "cuda" else self.topology, self.platform, **options
+            )
+        except Exception as error:  # whatever the plugin, or its absence, raises
+            hint = _hint(self.platform, error)
+            raise ValueError(f"cannot compile for {self.name}: {hint}") from error
+        return list(described.devices)
+
+    def mesh(self) -> Mesh:
+        """The mesh of the ranks over all devices."""
+        return make_mesh(devices=self.devices())
+
+
+def find_target(name: str, *, nodes: int = 1, link_gbps: float | None = None) -> Target:
+    """The target of a name.
+
+    Args:
+        name: `CHIPxN` for N GPUs in a node (h100x8), `CHIP` or `CHIP:TOPOLOGY` for a TPU slice
+            (v5e, v5p:2x2x2). `list_targets` has the chips.
+        nodes: how many such nodes of GPUs. What leaves a node takes the slower link between nodes.
+        link_gbps: gigabytes per second that a device sends; default from the chip's description.
+
+    Raises:
+        ValueError: no such chip, a count out of range, nodes of TPUs, or no bandwidth. Whether a
+            slice exists its compiler knows: `Target.devices` raises.
+    """
+    chips = _chips()
+    match = re.fullmatch(r"([a-z0-9]+?)(?:x(\d+)|:(\d+(?:x\d+)+))?", name)
+    if match is None or match[1] not in chips:
+        raise ValueError(
+            f"unknown target {name!r}: expected {', '.join(list_targets())} or, of TPUs, "
+            "CHIP:TOPOLOGY such as v5e:4x4"
+        )
+    chip, count, topology = match.groups()
+    description = chips[chip]
+    platform = description["platform"]
+    if nodes < 1:
+        raise ValueError(f"nodes must be at least 1, got {nodes}")
+    if platform == "cuda":
+        if topology or count is None or not 1 <= int(count) <= MOST_GPUS_A_NODE:
+            raise ValueError(f"target {name!r}: expected {chip}x1 to {chip}x{MOST_GPUS_A_NODE}")
+        num_devices, topology = int(count) * nodes, f"1x{nodes}x{int(count)}"
+        name = f"{chip}x{int(count)}"
+        label = name if nodes == 1 else f"{nodes} nodes of {name}"
+    else:
+        if count is not None:
+            raise ValueError(f"target {name!r}: name a slice, such as {chip}:2x4")
+        if nodes != 1:
+            raise ValueError(f"target {name!r}: nodes are for GPUs; name a larger TPU slice")
+        topology = f"{chip}:{topology or description['default_topology']}"
+        chips_in_slice = math.prod(int(n) for n in topology.split(":")[1].split("x"))
+        num_devices, label = chips_in_slice * description["devices_per_chip"], topology
+        if not num_devices:
+            raise ValueError(f"target {name!r}: a slice without chips")
+    rates = _rates(description, num_devices // nodes, nodes)
+    if link_gbps is not None:
+        if not 0 < link_gbps < math.inf:
+            raise ValueError(f"link_gbps must be positive, got {link_gbps}")
+        rates = replace(rates, link_bandwidth=link_gbps * 1e9)
+    return Target(label, platform, num_devices, nodes, rates, description, topology)
+
+
+def list_targets() -> list[str]:
+    """The names that `find_target` takes, GPUs with the range of their counts."""
+    names = []
+    for chip, description in sorted(_chips().items()):
+        gpu = description["platform"] == "cuda"
+        names.append(
+            chip + (f"x1..{MOST_GPUS_A_NODE}" if gpu else f":{description['default_topology']}")
+        )
+    return names
+
+
+def _chips() -> dict[str, dict[str, Any]]:
+    folder = resources.files("tbo_jax.schedule") / "targets"
+    return {
+        file.name.removesuffix(".toml"): tomllib.loads(file.read_text(encoding="utf-8"))
+        for file in folder.iterdir()
+        if file.name.endswith(".toml")
+    }
+
+
+def _rates(description: Mapping[str, Any], per_node: int, nodes: int) -> Rates:
+    given = description["rates"]
+    link = given["link_gb_s"]
+    if nodes > 1:
+        # An all-to-all sends the same to every device: the part that leaves the node takes the
+        # slower link, the rest the faster one beside it, and the later of the two ends it.
+        total = per_node * nodes
+        outside = (total - per_node) / (total - 1) / given["node_link_gb_s"]
+        inside = (per_node - 1) / (total - 1) / link
+        link = 1 / max(outside, inside)
+    return Rates(
+        matmul_flops=given["matmul_tflops"] * 1e12,
+        memory_bandwidth=given["memory_gb_s"] * 1e9,
+        link_bandwidth=link * 1e9,
+        launch_seconds=given["launch_us"] * 1e-6,
+        collective_seconds=given["collective_us"] * 1e-6,
+    )
+
+
+def _target_config(description: Mapping[str, Any]) -> str:
+    """The chip as the text form of XLA's GpuTargetConfigProto.
+
+    With more memory than it has: where a step does not fit, XLA recomputes and gives up on hiding
+    communication, and the report could not tell what it would be on a chip where it fits (48 scanned
+    layers of Qwen3-30B-A3B with 256 contexts of 4,096 tokens need 111 GB: hidden fell to 0 %). The
+    report says when a step does not fit.
+    """
+
+    def lines(values: Mapping[str, Any]) -> str:
+        out = []
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                out.append(f"{key} {{ {lines(value)} }}")
+            elif key == "feature_extension":  # an enum, hence no quotes
+                out.append(f"{key}: {value}")
+            else:
+                out.append(f"{key}: {value!r}")
+        return " ".join(out)
+
+    gpu = dict(description["gpu_device_info"])
+    gpu["device_memory_size"] *= 16
+    info = lines(gpu)
+    return (
+        f'gpu_device_info {{ {info} }} platform_name: "CUDA" '
+        "dnn_version_info { major: 9 minor: 10 } runtime_version { major: 12 minor: 8 }"
+    )
+
+
+def _hint(platform: str, error: Exception) -> str:
+    """What to do about an error of the plugin that compiles for a platform."""
+    packages, extra, device = {
+        "cuda": (("jax-cuda12-plugin", "jax-cuda13-plugin"), "cuda12", "GPU"),
+        "tpu": (("libtpu",), "tpu", "TPU"),
+    }[platform]
+    if not any(_is_installed(package) for package in packages):
+        return (
+            f"{packages[0]} is not installed. pip install 'tbo-jax[{extra}]' (it compiles without "
+            f"a {device})"
+        )
+    if platform == "cuda" and isinstance(error, NotImplementedError):
+        return (
+            "JAX looked for a GPU in this process and found none, which leaves it without its "
+            "compiler for CUDA. Set JAX_PLATFORMS=cpu before JAX is first used"
+        )
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,228 @@
+"""The modelled timeline: one in-order compute lane, one in-order link lane.
+
+The order is the compiler's, the prices are a roofline's. An asynchronous collective takes the link
+from its start, or from when the link is free, and its done waits for it. Whatever the compute lane
+waits is exposed communication, the rest of the link's time is hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tbo_jax.schedule.cost import Work
+from tbo_jax.schedule.hlo import Computation, Instruction, Module
+from tbo_jax.schedule.program import Program
+from tbo_jax.schedule.targets import Rates
+
+Lane = Literal["compute", "link"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A stretch of a lane, in seconds from the step's start."""
+
+    lane: Lane
+    name: str  # of the instruction
+    op_name: str
+    source: str
+    start: float
+    end: float
+    kind: str = ""  # of a collective: all-to-all, ...
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One run of a collective."""
+
+    event: Event
+    bytes: float  # that a device sends
+    waited: float  # seconds that compute stood still for it: exposed
+    computed: float  # seconds of compute between its start and its done, as scheduled
+    beside: tuple[tuple[str, float], ...]  # what computed there: name, seconds; longest first
+    synchronous: bool
+    queued: float  # seconds that it waited for the link
+
+    @property
+    def hidden(self) -> float:
+        return self.event.seconds - self.waited
+
+
+@dataclass
+class Timeline:
+    """What ran when. All seconds are modelled."""
+
+    events: list[Event] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    step: float = 0.0
+    assumed_loops: dict[str, float] = field(default_factory=dict)  # name: turns assumed
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        return math.fsum(e.seconds for e in self.events if e.lane == "compute")
+
+    @property
+    def communication(self) -> float:
+        return math.fsum(t.event.seconds for t in self.transfers)
+
+    @property
+    def exposed(self) -> float:
+        return math.fsum(t.waited for t in self.transfers)
+
+    @property
+    def hidden(self) -> float:
+        return self.communication - self.exposed
+
+
+def simulate(
+    module: Module,
+    rates: Rates,
+    trip_counts: Mapping[str, float],
+    kernels: Mapping[str, Work] | None = None,
+) -> Timeline:
+    """Run a scheduled module through the two lanes.
+
+    Args:
+        module: scheduled HLO.
+        rates: prices.
+        trip_counts: turns of loops whose count is known only at run time, by a part of the loop's
+            `op_name` (`jax.named_scope` puts one there). A loop without an entry is counted once
+            and listed in `assumed_loops`. A loop that holds collectives turns a whole number of
+            times.
+        kernels: work of custom calls, which nobody can look into, by a part of their `op_name`.
+
+    Raises:
+        ValueError: the module is not scheduled, so its order means nothing; turns below zero.
+    """
+    if not module.is_scheduled:
+        raise ValueError(f"module {module.name} is not scheduled: its text has no order")
+    timeline = _Simulation(Program(module, rates, trip_counts, kernels or {})).run()
+    _check(timeline)
+    return timeline
+
+
+def _check(timeline: Timeline) -> None:
+    slack = 1e-9 + 1e-6 * timeline.step
+    assert abs(timeline.hidden + timeline.exposed - timeline.communication) <= slack
+    assert timeline.step >= max(timeline.compute, timeline.communication) - slack
+    assert abs(timeline.step - timeline.compute - timeline.exposed) <= slack
+
+
+@dataclass
+class _Flight:
+    """A collective that was given to the link and has not been waited for."""
+
+    instruction: Instruction
+    kind: str
+    bytes: float
+    synchronous: bool
+    issued: float
+    start: float
+    end: float
+    first_event: int  # index in the timeline of the first event after it was issued
+    waited: float = 0.0
+
+
+class _Simulation:
+    def __init__(self, program: Program):
+        self.program = program
+        self.timeline = Timeline(assumed_loops=program.assumed_loops)
+        self.now = 0.0  # end of the compute lane
+        self.link_free = 0.0
+        self.flights: dict[tuple[str, str], _Flight] = {}  # by computation and start
+
+    def run(self) -> Timeline:
+        self._run(self.program.module.entry)
+        for key in list(self.flights):  # a program is over when its transfers are
+            self._wait(key)
+        self.timeline.step = self.now
+        self.timeline.events.sort(key=lambda event: event.start)
+        self.timeline.transfers.sort(key=lambda transfer: transfer.event.start)
+        return self.timeline
+
+    def _run(self, computation: Computation) -> None:
+        """Run a computation in the order of its schedule."""
+        for role, name in self.program.steps(computation.name):
+            if role == "compute":
+                self._compute(computation, name)
+            elif role == "wait":
+                self._wait((computation.name, name))
+            elif role == "loop":
+                instruction = computation.by_name[name]
+                for _ in range(round(self.program.turns(computation, instruction))):
+                    for called in self.program.taken(instruction):
+                        self._run(called)
+            else:
+                self._issue(computation, name, synchronous=role == "synchronous")
+                if role == "synchronous":
+                    self._wait((computation.name, name))
+
+    def _compute(self, computation: Computation, name: str) -> None:
+        seconds, work = self.program.price(computation.name, name)
+        self.timeline.flops += work.flops
+        self.timeline.bytes += work.bytes
+        if seconds:
+            instruction = computation.by_name[name]
+            self._event("compute", instruction, self.now, self.now + seconds)
+            self.now += seconds
+
+    def _issue(self, computation: Computation, name: str, synchronous: bool) -> None:
+        """Give a collective to the link, which serves one after the other."""
+        instruction = computation.by_name[name]
+        self._wait((computation.name, name))  # of the turn before, if nothing did
+        kind, sent, seconds = self.program.transfer(computation, instruction)
+        start = max(self.now, self.link_free)
+        self.link_free = start + seconds
+        self.flights[computation.name, name] = _Flight(
+            instruction, kind, sent, synchronous, issued=self.now, start=start,
+            end=self.link_free, first_event=len(self.timeline.events),
+        )  # fmt: skip
+
+    def _wait(self, key: tuple[str, str]) -> None:
+        """Compute stands still until a collective is over.
+
+        From its issue to its end the link is busy, with those before it and then with itself, and
+        none of them was waited for until now. So each takes the part of the wait in which the link
+        served it.
+        """
+        if key not in self.flights:
+            return  # started elsewhere
+        flight = self.flights[key]
+        for other in self.flights.values():
+            other.waited += max(0.0, min(other.end, flight.end) - max(other.start, self.now))
+        self.now = max(self.now, flight.end)
+        del self.flights[key]
+        beside: dict[str, float] = {}
+        for event in self.timeline.events[flight.first_event :]:
+            if event.lane == "compute":
+                beside[event.name] = beside.get(event.name, 0.0) + event.seconds
+        self.timeline.transfers.append(
+            Transfer(
+                event=self._event(
+                    "link", flight.instruction, flight.start, flight.end, flight.kind
+                ),
+                bytes=flight.bytes,
+                waited=flight.waited,
+                computed=math.fsum(beside.values()),
+                beside=tuple(sorted(beside.items(), key=lambda item: -item[1])),
+                synchronous=flight.synchronous,
+                queued=flight.start - flight.issued,
+            )
+        )
+
+    def _event(
+        self, lane: Lane, instruction: Instruction, start: float, end: float, kind: str = ""
+    ) -> Event:
+        event = Event(
+            lane, instruction.name, instruction.op_name, instruction.source, start, end, kind
+        )
+        self.timeline.events.append(event)
+        return event

@@ -1,0 +1,139 @@
+"""The command line: names, errors, and the files that it writes (without compiling)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tbo_jax.schedule.__main__ import Arguments, counts_of, write_files
+from tbo_jax.schedule.model_step import (
+    StepShape,
+    abstract_model,
+    expected_turns,
+    expected_work,
+    inspect_model,
+    list_presets,
+    read_shape,
+)
+from tbo_jax.schedule.targets import find_target
+from tests.schedule.test_report import of_fixture
+
+
+def test_counts() -> None:
+    assert counts_of("1,2") == [1, 2]
+    assert counts_of("2") == [2]
+    assert counts_of("2,2,3") == [2, 3]
+
+
+@pytest.mark.parametrize("text", ["", "0,1", "two", "1;2", "-1"])
+def test_bad_counts_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match=f"--micro-batches '{text}': expected"):
+        counts_of(text)
+
+
+@pytest.mark.parametrize("name", list_presets())
+def test_public_shapes_are_understood(name: str) -> None:
+    config = read_shape(name)
+    assert config.num_layers > 20
+    assert abstract_model(read_shape(name, 1), scanned=False).config.num_layers == 1
+    if config.num_experts:
+        assert config.num_experts % 8 == 0
+
+
+def test_shapes_from_files(tmp_path: Path) -> None:
+    bundled = Path(__file__).parents[2] / "examples" / "kjv-moe"
+    assert read_shape(str(bundled)) == read_shape(str(bundled / "config.json"))
+    with pytest.raises(ValueError, match=r"no model 'nonesuch': .*qwen3-30b-a3b"):
+        read_shape("nonesuch")
+    with pytest.raises(ValueError, match=r"layers must be 1 to 48 .* got 49"):
+        read_shape("qwen3-30b-a3b", 49)
+    broken = tmp_path / "config.json"
+    broken.write_text("{")
+    with pytest.raises(ValueError, match="this is no JSON"):
+        read_shape(str(broken))
+    broken.write_text("[]")
+    with pytest.raises(ValueError, match="expected an object, got list"):
+        read_shape(str(tmp_path))
+
+
+def test_buckets_and_caches_hold_the_step() -> None:
+    decode = StepShape("decode", 256, 4096)
+    assert decode.bucket.decode and decode.bucket.sequences == 256
+    assert decode.cache.num_pages == 256 * 64 + 1
+    prefill = StepShape("prefill", 8192, 3000)
+    assert prefill.bucket.sequences == 3
+    assert prefill.cache.pages_per_sequence == 47
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "message"),
+    [
+        (StepShape("decode", 0, 64), 1, "tokens must be at least 1, got 0"),
+        (StepShape("decode", 4, 0), 1, "context must be at least 1, got 0"),
+        (StepShape("decode", 4, 64), 5, "4 tokens do not divide into 5 micro-batches"),
+    ],
+)
+def test_bad_steps_are_refused(shape: StepShape, count: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        inspect_model(
+            read_shape("qwen3-30b-a3b", 1), find_target("h100x8"), shape, micro_batches=count
+        )
+
+
+def test_expectations_are_those_of_an_even_routing() -> None:
+    config = read_shape("qwen3-30b-a3b")
+    shape = StepShape("decode", 256, 4096)
+    turns = expected_turns(config, 8, 256, shape)
+    assert turns["key_blocks"] == 64
+    # 256 x 8 tokens with 8 of 128 experts each: 128 rows an expert, 16 experts a device.
+    assert turns["expert_blocks_64"] == 2 * 16
+    work = expected_work(config, 8, 256, shape)
+    read = 2 * 256 * 4096 * 4 * 128 * 2
+    assert work["tbo_paged_attention"].bytes == pytest.approx(read, rel=0.01)
+    products = 2 * 256 * 8 * 3 * 2048 * 768
+    assert work["tbo_experts_gate_up"].flops + work["tbo_experts_down"].flops == products
+
+
+def test_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    reports = [of_fixture("gpu_unrolled")]
+    args = Arguments(
+        json=tmp_path / "r.json", trace=tmp_path / "t.json", plot=tmp_path / "p.svg",
+        dump_hlo=tmp_path / "hlo",
+    )  # fmt: skip
+    write_files(args, "title", reports)
+    assert json.loads((tmp_path / "r.json").read_text())["reports"][0]["micro_batches"] == 2
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert "modelled" in (tmp_path / "p.svg").read_text()
+    assert (tmp_path / "hlo" / "decode_256_x2_unrolled.hlo").read_text() == reports[0].hlo
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tbo_jax.schedule", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_list_of_targets() -> None:
+    done = run("--list-targets")
+    assert done.returncode == 0
+    for name in ("h100x1..8", "v5e:2x4", "qwen3-30b-a3b"):
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--target", "h900x8"], "unknown target 'h900x8'"),
+        (["--config", "nonesuch"], "no model 'nonesuch'"),
+        (["--plot", "picture.bmp"], "picture.bmp"),
+    ],
+)
+def test_errors_are_one_line(args: list[str], message: str) -> None:
+    done = run(*args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

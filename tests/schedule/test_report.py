@@ -1,0 +1,168 @@
+"""`inspect` and what the report says, from dumps and from programs of this machine's CPU."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tbo_jax.schedule import Target, find_target, inspect
+from tbo_jax.schedule.report import ScheduleReport, layer_body, layer_seconds, report, scope_of
+from tbo_jax.schedule.table import print_report
+from tbo_jax.sharding import RANKS, make_mesh
+from tests.schedule.hlo_texts import RATES, program
+
+FIXTURES = Path(__file__).parent / "fixtures"
+MEMORY = SimpleNamespace(
+    temp_size_in_bytes=3, argument_size_in_bytes=20, output_size_in_bytes=11,
+    alias_size_in_bytes=10,
+)  # fmt: skip
+
+
+def compiled(text: str) -> SimpleNamespace:
+    return SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: MEMORY)
+
+
+def of_fixture(name: str, target: str = "h100x8") -> ScheduleReport:
+    text = lzma.decompress((FIXTURES / f"{name}.hlo.xz").read_bytes()).decode()
+    return report(compiled(text), find_target(target), 2, {}, {}, 1.5)
+
+
+def of(*ops: tuple) -> ScheduleReport:
+    target = replace(find_target("h100x2"), rates=RATES)
+    return report(compiled(program(ops)), target, 1, {}, {}, 0.0)
+
+
+def test_sums() -> None:
+    found = of_fixture("gpu_unrolled")
+    assert found.hidden + found.exposed == pytest.approx(found.communication)
+    assert found.step >= max(found.compute, found.communication)
+    assert found.step == pytest.approx(found.compute + found.exposed)
+    assert 0 < found.hidden_share < 1
+    assert found.temporary_bytes == 3 and found.aliased_bytes == 10
+    assert found.needed_bytes == 24 and found.memory == 84942979072
+    assert found.target == "h100x8" and found.compile_seconds == 1.5
+    assert found.sent_bytes == sum(c.bytes * c.turns for c in found.collectives)
+
+
+@pytest.mark.parametrize("name", ["gpu_unrolled", "gpu_scanned"])
+def test_all_but_the_last_combine_is_hidden(name: str) -> None:
+    *others, last = of_fixture(name).collectives
+    assert last.exposed > 0 and last.scope.endswith("micro_batch_1/combine")
+    assert last.reason
+    assert [c.exposed for c in others] == pytest.approx([0.0] * len(others), abs=1e-9)
+    assert not any(c.reason for c in others)
+
+
+def test_scanned_layers_are_one_line_each() -> None:
+    found = of_fixture("gpu_scanned")
+    body = layer_body(found.collectives)
+    assert len(body) == 4  # two of each micro-batch
+    assert {c.turns for c in body} == {2}
+    assert {c.scope.split("/")[0] for c in body} == {"layers"}
+
+
+def test_an_unrolled_layer_stands_for_all() -> None:
+    body = layer_body(of_fixture("gpu_unrolled").collectives)
+    assert len({c.scope.split("/")[0] for c in body}) == 1
+
+
+def test_a_program_without_scopes_shows_all() -> None:
+    found = of(("sync", 3), ("sync", 4))
+    assert layer_body(found.collectives) == list(found.collectives)
+    assert layer_seconds(found.timeline) is None
+
+
+@pytest.mark.parametrize(
+    ("op_name", "scope"),
+    [
+        ("jit(step)/shard_map/layer_3/micro_batch_1/dispatch/all_to_all",
+         "layer_3/micro_batch_1/dispatch"),
+        ("jit(step)/while/body/layers/micro_batch_0/run_experts/x", "layers/micro_batch_0/run_experts"),
+        ("jit(step)/gather", ""),
+    ],
+)  # fmt: skip
+def test_scope(op_name: str, scope: str) -> None:
+    assert scope_of(op_name) == scope
+
+
+@pytest.mark.parametrize(
+    ("ops", "reason"),
+    [
+        ([("sync", 4)], "runs in line with compute"),
+        ([("start", "a", 4), ("done", "a")], "nothing computes between"),
+        ([("start", "a", 4), ("compute", 1), ("done", "a")], "only 1000000.0 of 4000000.0 us"),
+        ([("start", "a", 4), ("start", "b", 4), ("compute", 5), ("done", "a"), ("done", "b")],
+         "in the queue for the link"),
+        ([("start", "a", 4), ("compute", 4), ("done", "a")], ""),
+    ],
+)  # fmt: skip
+def test_reasons(ops: list, reason: str) -> None:
+    found = of(*ops).collectives[-1]
+    assert reason in found.reason
+    assert bool(found.reason) == (found.exposed > 0)
+
+
+def test_best_speedup() -> None:
+    assert of(("sync", 4), ("compute", 4)).best_speedup == pytest.approx(2.0)
+    assert of(("compute", 4)).best_speedup == 1.0
+
+
+def test_json_is_plain() -> None:
+    values = json.loads(json.dumps(of_fixture("gpu_unrolled").to_json()))
+    assert values["times"] == "modelled"
+    assert values["collectives"][0]["kind"] == "all-to-all"
+    assert "hlo" not in values and "timeline" not in values
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    target = find_target("h100x8")
+    found = of_fixture("gpu_unrolled")
+    print_report("the title", [found, found], target)
+    out = capsys.readouterr().out
+    for part in ("the title", "modelled", "2 micro-batches", "hidden", "dispatch", "450 GB/s"):
+        assert part in out
+    assert "extrapolated" not in out  # two layers are too few
+
+
+def test_a_step_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    found = replace(of_fixture("gpu_unrolled"), needed_bytes=100 * 10**9)
+    print_report("the title", [found], find_target("h100x8"))
+    assert "does not fit: 100.0 GB of 84.9 GB" in capsys.readouterr().out
+
+
+CPU = Target("cpu x4", "cpu", 4, 1, RATES, {}, "")
+
+
+def test_inspect_a_function_of_ones_own() -> None:
+    mesh = make_mesh(4)
+    placed = NamedSharding(mesh, PartitionSpec(RANKS))
+
+    def step(x):
+        return jax.lax.all_to_all(x.reshape(4, -1), RANKS, 0, 0) * 2
+
+    specs = PartitionSpec(RANKS)
+    jitted = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs))
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=placed)
+    found = inspect(jitted, CPU, x)
+    again = inspect(jitted.lower(x), CPU)
+    (collective,) = found.collectives
+    assert collective.kind == "all-to-all"
+    assert collective.exposed == pytest.approx(collective.seconds)  # XLA:CPU: in line
+    assert found.communication == again.communication > 0
+    assert inspect(jitted.lower(x).compile(), CPU).communication == found.communication
+
+
+def test_inspect_refuses_what_comes_too_late() -> None:
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
+    with pytest.raises(ValueError, match="lowered already"):
+        inspect(lowered, CPU, jnp.ones(3))
+    with pytest.raises(ValueError, match="compiled already"):
+        inspect(lowered.compile(), CPU, options={"xla_dump_to": "x"})
