@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 MODEL ?= examples/kjv-moe
 
-.PHONY: help decode test test-all check format train bench pictures clean
+.PHONY: help decode test test-all check format train bench bench-gpu pictures clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,10 @@ train: $(VENV)/.base  ## train the bundled model anew (under an hour on 2 cores)
 
 bench: $(VENV)/.base  ## time decoding; MODEL=DIR for a checkpoint
 	$(BIN)/python benchmarks/decode.py --model $(MODEL)
+
+bench-gpu: $(VENV)/.base  ## time kernels and decode step on one NVIDIA GPU (ten minutes at most)
+	$(BIN)/python -m pip install --quiet --editable '.[cuda12]'
+	$(BIN)/python benchmarks/gpu.py --json build/gpu.json
 
 # Compiles for GPUs that need not be there; the packages take 6 GB.
 pictures: $(VENV)/.base  ## draw the pictures in docs/ anew

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from tbo_jax.models import llama, mixtral, qwen3, qwen3_moe
+from tbo_jax.models import (
+    ernie4_5,
+    ernie4_5_moe,
+    glm4_moe,
+    llama,
+    mixtral,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from tbo_jax.models.architecture import Architecture
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "ernie4_5": ernie4_5.ARCHITECTURE,
+    "ernie4_5_moe": ernie4_5_moe.ARCHITECTURE,
+    "glm4_moe": glm4_moe.ARCHITECTURE,
     "llama": llama.ARCHITECTURE,
     "mixtral": mixtral.ARCHITECTURE,
+    "qwen2_moe": qwen2_moe.ARCHITECTURE,
     "qwen3": qwen3.ARCHITECTURE,
     "qwen3_moe": qwen3_moe.ARCHITECTURE,
 }

@@ -14,12 +14,18 @@ class ExpertTensors:
     """Names of the tensors of a mixture of experts within a layer of a checkpoint.
 
     `{e}` stands for the number of the expert. The checkpoint keeps each projection as [out, in].
+    The defaults are the names that most families share; what a configuration has no use for is not
+    looked for.
     """
 
-    router: str
-    gate: str
-    up: str
-    down: str
+    router: str = "mlp.gate.weight"
+    gate: str = "mlp.experts.{e}.gate_proj.weight"
+    up: str = "mlp.experts.{e}.up_proj.weight"
+    down: str = "mlp.experts.{e}.down_proj.weight"
+    router_bias: str = "mlp.gate.e_score_correction_bias"
+    router_bias_rank: int = 1  # 2: [1, E] in the checkpoint
+    shared: str = "mlp.shared_experts"  # module of the shared experts
+    shared_gate: str = "mlp.shared_expert_gate.weight"
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,22 @@ class Architecture:
     """An architecture: how its config.json is read, and where its checkpoint keeps the experts.
 
     All other tensors follow the names of the Flax modules, which are those of Hugging Face.
+
+    `ignored` lists the beginnings of the names of tensors that a checkpoint may hold and the model
+    does not use. `{prediction}` stands for the number of each layer that
+    `DecoderConfig.num_prediction_layers` counts. Any other tensor left over is an error.
     """
 
     parse_config: Callable[[HfConfig, Any], DecoderConfig]
     experts: ExpertTensors | None = None
+    ignored: tuple[str, ...] = ()
+
+    def ignores(self, name: str, config: DecoderConfig) -> bool:
+        """Whether tensor `name` is one of `ignored`."""
+        first = config.num_layers
+        layers = range(first, first + config.num_prediction_layers)
+        return any(
+            name.startswith(prefix.format(prediction=layer))
+            for prefix in self.ignored
+            for layer in (layers if "{prediction}" in prefix else (None,))
+        )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tbo_jax.attention.cache import KeyValueCache
+from tbo_jax.attention.cache import KeyValueCache, PageLayout, page_shapes
 from tbo_jax.attention.work import AttentionWork
 
 
@@ -41,6 +41,7 @@ def allocate_attention_buffers(
     max_tokens: int,
     num_micro_batches: int = 1,
     stacked: bool = False,
+    layout: PageLayout = "separate",
     mesh: Mesh | None = None,
 ) -> AttentionBuffers:
     """Allocate the buffers, zeroed, on every device of `mesh`.
@@ -52,6 +53,7 @@ def allocate_attention_buffers(
         max_tokens: most tokens of one step on one device; sizes the work metadata.
         num_micro_batches: sets of work metadata.
         stacked: one array for all layers, for scanned layers.
+        layout: of the pages, as the attention kernel wants it.
         mesh: 1-D mesh of the ranks; default the first device.
 
     Raises:
@@ -71,13 +73,14 @@ def allocate_attention_buffers(
     sharding = NamedSharding(mesh, PartitionSpec(axis))
     arrays = 1 if stacked else num_layers
     rows = mesh.size * num_pages * (num_layers if stacked else 1)
-    shape = (rows, page_size, num_kv_heads * head_dim)
+    shapes = page_shapes(layout, page_size, num_kv_heads, head_dim)
 
     def zeros() -> AttentionBuffers:
         # Zeros, never uninitialised: what a masked read meets must not be a NaN of another program.
         cache = KeyValueCache(
-            tuple(jnp.zeros(shape, dtype) for _ in range(arrays)),
-            tuple(jnp.zeros(shape, dtype) for _ in range(arrays)),
+            tuple(
+                tuple(jnp.zeros((rows, *shape), dtype) for shape in shapes) for _ in range(arrays)
+            ),
             num_layers,
         )
         work = AttentionWork.zeros(mesh.size, max_tokens)

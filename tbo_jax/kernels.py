@@ -1,9 +1,10 @@
 """Which kernel computes what: chosen once, by the platform of the mesh and the model's shape.
 
-| platform | attention | experts |
-|---|---|---|
-| NVIDIA GPU from Ampere on | `attention/gpu_paged.py` (Triton) | `moe/gpu_experts.py` (Triton) |
-| any other | `attention/paged.py` (XLA) | `moe/experts.py` (XLA) |
+| platform | attention | its pages | experts |
+|---|---|---|---|
+| NVIDIA GPU from Ampere on | `attention/gpu_paged.py` | separate | `moe/gpu_experts.py` |
+| TPU, in bfloat16 | `attention/tpu_paged.py` | interleaved | `moe/tpu_experts.py` |
+| any other, by XLA | `attention/paged.py` | separate | `moe/experts.py` |
 
 A shape that a kernel does not take falls back to XLA, with one warning that says why.
 """
@@ -13,14 +14,15 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from tbo_jax.attention import gpu_paged, paged
+from tbo_jax.attention import gpu_paged, paged, tpu_paged
+from tbo_jax.attention.cache import PageLayout
 from tbo_jax.layers.config import DecoderConfig
-from tbo_jax.moe import experts, gpu_experts
+from tbo_jax.moe import experts, gpu_experts, tpu_experts
 
 logger = logging.getLogger(__name__)
 
@@ -32,31 +34,47 @@ class Kernels:
     """The kernels of a program."""
 
     attention: Callable[..., jax.Array] = paged.paged_attention
+    page_layout: PageLayout = "separate"  # that the attention reads
     experts: Callable[..., jax.Array] = experts.apply_experts
     prefill_query_block: int = paged.QUERY_BLOCK  # queries of a work item of a step that prefills
 
 
 def choose_kernels(device: Any, config: DecoderConfig) -> Kernels:
     """The kernels for a model on devices like `device`, which need not be there."""
-    if not _is_gpu(device):
-        return Kernels()
-    group = config.num_heads // config.num_kv_heads
+    if _is_gpu(device):
+        return _for_gpu(config)
+    return _for_tpu(config) if device.platform == "tpu" else Kernels()
+
+
+def _for_gpu(config: DecoderConfig) -> Kernels:
     kernels = Kernels()
-    reason = gpu_paged.unsupported(config.head_dim, group)
-    if reason is None:
-        kernels = Kernels(
+    group = config.num_heads // config.num_kv_heads
+    if _takes("attention", "GPU", gpu_paged.unsupported(config.head_dim, group)):
+        kernels = replace(
+            kernels,
             attention=gpu_paged.paged_attention,
             prefill_query_block=gpu_paged.query_block(group),
         )
-    else:
-        _warn("attention", reason)
-    if not config.num_experts:
-        return kernels
-    reason = gpu_experts.unsupported(config.hidden_size, config.expert_intermediate_size)
-    if reason is not None:
-        _warn("experts", reason)
-        return kernels
-    return Kernels(kernels.attention, gpu_experts.apply_experts, kernels.prefill_query_block)
+    shape = config.hidden_size, config.expert_intermediate_size
+    if config.num_experts and _takes("experts", "GPU", gpu_experts.unsupported(*shape)):
+        kernels = replace(kernels, experts=gpu_experts.apply_experts)
+    return kernels
+
+
+def _for_tpu(config: DecoderConfig) -> Kernels:
+    kernels = Kernels()
+    reason = tpu_paged.unsupported(config.head_dim, config.num_kv_heads, config.dtype)
+    if _takes("attention", "TPU", reason):
+        kernels = replace(
+            kernels,
+            attention=tpu_paged.paged_attention,
+            page_layout="interleaved",
+            prefill_query_block=tpu_paged.query_block(config.num_heads // config.num_kv_heads),
+        )
+    shape = config.hidden_size, config.expert_intermediate_size, config.dtype
+    if config.num_experts and _takes("experts", "TPU", tpu_experts.unsupported(*shape)):
+        kernels = replace(kernels, experts=tpu_experts.apply_experts)
+    return kernels
 
 
 def _is_gpu(device: Any) -> bool:
@@ -70,6 +88,14 @@ def _is_gpu(device: Any) -> bool:
         return device.platform == "cuda"
 
 
+def _takes(what: str, platform: str, reason: str | None) -> bool:
+    """Whether a kernel runs; if not, warns of the reason, once."""
+    if reason is not None:
+        _warn(what, platform, reason)
+    return reason is None
+
+
 @functools.cache
-def _warn(what: str, reason: str) -> None:
-    logger.warning("the GPU kernel for %s is not used: %s; XLA's own is slower", what, reason)
+def _warn(what: str, platform: str, reason: str) -> None:
+    logger.warning("the %s kernel for %s is not used: %s; XLA's own is slower",
+                   platform, what, reason)  # fmt: skip

@@ -23,6 +23,7 @@ from tbo_jax.layers.context import LayerContext, PagedAttention, live_tokens
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.rotary import rotary_table
 from tbo_jax.moe.exchange import Exchange, LocalExchange, Transport, make_exchange
+from tbo_jax.moe.message import DispatchDtype
 from tbo_jax.shapes import Bucket, CacheConfig, Program
 from tbo_jax.sharding import RANKS, parameter_spec
 from tbo_jax.split import gather_tokens, split_batch_decoder_layers
@@ -49,6 +50,7 @@ class ModelRunner:
         mesh: Mesh,
         overlap: OverlapConfig | None = None,
         transport: Transport = "all_to_all",
+        dispatch_dtype: DispatchDtype | None = None,
         logits: Literal["last", "all"] = "last",
     ):
         """Args:
@@ -56,17 +58,19 @@ class ModelRunner:
         cache: size of the key/value cache.
         mesh: 1-D mesh of the ranks.
         overlap: micro-batches; default none.
-        transport: of the expert exchange.
+        transport, dispatch_dtype: of the expert exchange (`make_exchange`).
         logits: of the last token of each sequence [R, B, V], or of all tokens [R, T, V].
 
         Raises:
-            ValueError: the experts do not divide over the ranks, or an unknown transport.
+            ValueError: the experts do not divide over the ranks, or an unknown transport or
+                dispatch_dtype.
         """
         self.config = model.config
         self.cache = cache
         self.mesh = mesh
         self.overlap = OverlapConfig() if overlap is None else overlap
         self.transport = transport
+        self.dispatch_dtype = dispatch_dtype
         self.logits = logits
         self.scanned = isinstance(model.layers, StackedLayers)
         # Split once: a jitted step that took the module would walk its object graph in every call.
@@ -85,6 +89,8 @@ class ModelRunner:
                 num_devices=mesh.size,
                 num_experts=self.config.num_experts,
                 top_k=self.config.num_experts_per_token,
+                dispatch_dtype=dispatch_dtype,
+                dtype=self.config.dtype,
             )
         if self.overlap.mode == "on" and not self.communicates:
             logger.warning(
@@ -121,8 +127,18 @@ class ModelRunner:
     @property
     def communicates(self) -> bool:
         """Whether the layers send anything from device to device."""
-        sparse = any(self.config.is_sparse(layer) for layer in range(self.config.num_layers))
-        return sparse and not isinstance(self._exchange, LocalExchange)
+        return self._num_sparse > 0 and not isinstance(self._exchange, LocalExchange)
+
+    @property
+    def _num_sparse(self) -> int:
+        return sum(self.config.is_sparse(layer) for layer in range(self.config.num_layers))
+
+    def link_bytes(self, bucket: Bucket) -> int:
+        """Bytes that a device sends to others in a step; with a ragged transport the most."""
+        count, config = self.micro_batches(bucket), self.config
+        tokens = -(-bucket.tokens // count)  # of a micro-batch, padding included
+        once = self._exchange.link_bytes(tokens, config.hidden_size, config.dtype)
+        return self._num_sparse * count * once
 
     def allocate(self) -> AttentionBuffers:
         """The buffers that every step takes and returns."""
@@ -137,6 +153,7 @@ class ModelRunner:
             max_tokens=cache.max_tokens,
             num_micro_batches=self.overlap.num_micro_batches if self.overlap.enabled else 1,
             stacked=self.scanned,
+            layout=self.kernels.page_layout,
             mesh=self.mesh,
         )
 
@@ -216,7 +233,7 @@ class ModelRunner:
     def compiler_options(self, micro_batches: int) -> Options:
         """What XLA is told for the programs of this runner."""
         platform = self.mesh.devices.flat[0].platform
-        return compiler_options(platform, self.mesh.size, micro_batches)
+        return compiler_options(platform, self.mesh.size, micro_batches, self.transport)
 
     def lower(self, bucket: Bucket, micro_batches: int | None = None) -> jax.stages.Lowered:
         """The step of a bucket, traced and lowered for the mesh; nothing is allocated."""

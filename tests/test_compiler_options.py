@@ -38,6 +38,17 @@ def test_several_micro_batches_get_a_profile_of_all_collectives(own_cache: Path)
     assert len(lines) == len(set(lines))
 
 
+def test_the_ragged_transport_sends_counts_beside_the_payload(own_cache: Path) -> None:
+    options = compiler_options("gpu", 8, 2, "ragged_all_to_all")
+    assert options["xla_gpu_experimental_parallel_collective_overlap_limit"] == "2"
+    profile = Path(str(options["xla_gpu_pgle_profile_file_or_directory_path"])).read_text()
+    assert '"ragged-all-to-all-start.376"' in profile
+    assert '"all-to-all-start' not in profile
+    assert set(options) - set(compiler_options("gpu", 8, 2)) == {
+        "xla_gpu_experimental_parallel_collective_overlap_limit"
+    }
+
+
 def test_the_profile_is_written_once(own_cache: Path) -> None:
     first = compiler_options("gpu", 8, 2)
     profile = own_cache / "tbo_jax" / "collectives_first.pbtxt"

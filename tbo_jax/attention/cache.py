@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+
+# How the N pages of S tokens lie in memory, G key/value heads of size H to a token. The attention
+# kernel chooses.
+# "separate": keys and values in an array of their own, each [N, S, G * H]. The heads share an axis:
+#     with one of their own XLA:TPU wants another layout for reading pages than for writing them,
+#     and copied the whole cache in every layer (libtpu 0.0.52, v5e).
+# "interleaved": one array [N, S, 2G, H], the keys at even heads and the values at odd ones, so that
+#     a page is one transfer.
+PageLayout = Literal["separate", "interleaved"]
+
+
+def page_shapes(layout: PageLayout, page_size: int, num_kv_heads: int, head_dim: int):
+    """Shapes of one page in each array of a layer: two for "separate", one for "interleaved"."""
+    if layout == "interleaved":
+        return ((page_size, 2 * num_kv_heads, head_dim),)
+    return ((page_size, num_kv_heads * head_dim),) * 2
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """One layer's view of the cache.
+    """One layer's view of the cache."""
 
-    The heads share an axis: with an axis of their own XLA:TPU wants another layout for reading than
-    for writing, and copied the whole cache in every layer (libtpu 0.0.52, v5e).
-    """
-
-    keys: jax.Array  # [pages, S, G * H]: S tokens a page, G key/value heads, H head size
-    values: jax.Array  # [pages, S, G * H]
+    pages: tuple[jax.Array, ...]  # keys and values [N, S, G * H], or both in one [N, S, 2G, H]
     first_page: Any = 0  # int or traced []: where this layer's pages begin in a stacked array
+
+    @property
+    def layout(self) -> PageLayout:
+        """How the pages lie in memory."""
+        return "separate" if len(self.pages) == 2 else "interleaved"
+
+    @property
+    def page_size(self) -> int:
+        """S, tokens of a page."""
+        return self.pages[0].shape[1]
+
+    def num_kv_heads(self, head_dim: int) -> int:
+        """G, if heads have `head_dim` elements."""
+        *_, heads, width = self.pages[0].shape
+        return width // head_dim if self.layout == "separate" else heads // 2
 
 
 @jax.tree_util.register_dataclass
@@ -33,14 +59,13 @@ class KeyValueCache:
     be copied whole in every step although the alias is declared.
     """
 
-    keys: tuple[jax.Array, ...]  # L x [N, S, G * H], or 1 x [L * N, S, G * H]
-    values: tuple[jax.Array, ...]
+    pages: tuple[tuple[jax.Array, ...], ...]  # for each of L layers, or one with L * N pages
     num_layers: int = dataclasses.field(metadata={"static": True})
 
     @property
     def stacked(self) -> bool:
         """Whether one array holds the pages of all layers."""
-        return len(self.keys) == 1 and self.num_layers > 1
+        return len(self.pages) == 1 and self.num_layers > 1
 
     def layer(self, index: Any, after: Any = None) -> LayerCache:
         """The view of layer `index`, to be used when the arrays in `after` have been computed.
@@ -51,16 +76,15 @@ class KeyValueCache:
         """
         wait = 0 if after is None else _zero_after(after)
         if self.stacked:
-            per_layer = self.keys[0].shape[0] // self.num_layers
-            return LayerCache(self.keys[0], self.values[0], index * per_layer + wait)
-        return LayerCache(self.keys[index], self.values[index], wait)
+            per_layer = self.pages[0][0].shape[0] // self.num_layers
+            return LayerCache(self.pages[0], index * per_layer + wait)
+        return LayerCache(self.pages[index], wait)
 
     def with_layer(self, index: Any, view: LayerCache) -> KeyValueCache:
         """The cache in which layer `index` has the arrays of `view`."""
         at = 0 if self.stacked else index
-        keys = (*self.keys[:at], view.keys, *self.keys[at + 1 :])
-        values = (*self.values[:at], view.values, *self.values[at + 1 :])
-        return dataclasses.replace(self, keys=keys, values=values)
+        pages = (*self.pages[:at], view.pages, *self.pages[at + 1 :])
+        return dataclasses.replace(self, pages=pages)
 
 
 def _zero_after(tree: Any) -> jax.Array:

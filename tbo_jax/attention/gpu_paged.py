@@ -19,7 +19,7 @@ from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.work import AttentionWork, num_work_items
 from tbo_jax.batch import ForwardBatch
 
-KEY_BLOCK = 64  # keys of one turn of the loop
+KEY_BLOCK, KEY_BYTES = 64, 2**14  # keys of one turn of the loop, and bytes of them, at most
 QUERY_ROWS = 64  # queries x heads of a program that prefills
 SMALLEST_ROWS = 16  # tensor cores take 16 rows at least
 PROGRAMS = 512  # that a step should have: about four for each of an H100's multiprocessors
@@ -29,8 +29,8 @@ NAME = "tbo_paged_attention"
 
 def unsupported(head_dim: int, group: int) -> str | None:
     """Why heads of this size, `group` to a key/value head, cannot run here; None if they can."""
-    if head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
-        return f"head size {head_dim} is no power of two from 16 to 256"
+    if head_dim % 8 or not 16 <= head_dim <= 256:  # rows of keys begin at 16 bytes
+        return f"head size {head_dim} is no multiple of 8 from 16 to 256"
     if group > QUERY_ROWS:
         return f"{group} query heads share a key/value head, expected at most {QUERY_ROWS}"
     return None
@@ -38,7 +38,7 @@ def unsupported(head_dim: int, group: int) -> str | None:
 
 def query_block(group: int) -> int:
     """Queries of a work item that prefills, `group` heads of each to a key/value head."""
-    return max(1, QUERY_ROWS // (1 << (group - 1).bit_length()))
+    return max(1, QUERY_ROWS // _power_of_two(group))
 
 
 def paged_attention(
@@ -57,7 +57,7 @@ def paged_attention(
 
     Args:
         queries: [T, N, H].
-        cache: pages that hold the keys and values of this step's tokens already.
+        cache: separate pages that hold the keys and values of this step's tokens already.
         batch, work: the batch and its work items of `query_block` queries each.
         scale: factor of the scores.
         sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
@@ -68,15 +68,19 @@ def paged_attention(
         [T, N, H]; rows of padding tokens are zero.
     """
     tokens, heads, head_dim = queries.shape
-    _, page_size, width = cache.keys.shape
-    kv_heads = width // head_dim
+    page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
     group = heads // kv_heads
     items = num_work_items(batch, query_block)
     context = batch.page_table.shape[1] * page_size
     splits = num_splits(items * kv_heads, context)
+    rows = max(SMALLEST_ROWS, _power_of_two(group * query_block))
+    features = _power_of_two(head_dim)
     kernel = functools.partial(
         _kernel,
-        rows=max(SMALLEST_ROWS, 1 << (group * query_block - 1).bit_length()),
+        rows=rows,
+        key_block=min(KEY_BLOCK, KEY_BYTES // (features * cache.pages[0].dtype.itemsize)),
+        features=features,
+        kv_heads=kv_heads,
         group=group,
         page_size=page_size,
         scale=scale,
@@ -90,9 +94,13 @@ def paged_attention(
     out, top, total = pl.pallas_call(
         kernel,
         out_shape=(jax.ShapeDtypeStruct((*part.shape, head_dim), dtype), part, part),
-        # The heads of an item are neighbours in the grid: they read the same pages.
-        grid=(kv_heads, items, splits),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        # The heads of an item are neighbours: they read the same pages. Together with the items on
+        # the first axis, as CUDA ends the others at 65,535.
+        grid=(items * kv_heads, splits),
+        # float32 has no tensor cores: 64 rows do not fit the registers of 4 warps.
+        compiler_params=plgpu.CompilerParams(
+            num_warps=8 if queries.dtype == jnp.float32 and rows > 32 else 4, num_stages=3
+        ),
         interpret=interpret,
         name=NAME,
     )(
@@ -101,8 +109,7 @@ def paged_attention(
         work.first_position[:items],
         batch.page_table,
         queries,
-        cache.keys,
-        cache.values,
+        *cache.pages,
     )
     joined = out[0] if splits == 1 else _join(out, top, total).astype(queries.dtype)
     live = (jnp.arange(tokens) < batch.num_tokens)[:, None, None]
@@ -124,44 +131,52 @@ def _join(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
 def _kernel(
     first_page, row_ref, first_token, num_queries, first_position, table, q_ref, k_ref, v_ref,
     out_ref, top_ref, total_ref,
-    *, rows, group, page_size, scale, window, soft_cap, splits,
+    *, rows, key_block, features, kv_heads, group, page_size, scale, window, soft_cap, splits,
 ):  # fmt: skip
-    """One work item, one key/value head, one part of the context."""
-    kv_head, item, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    """One work item, one key/value head, one part of the context.
+
+    Sizes of blocks are powers of two, which is all that Triton has; what is too much is masked.
+    """
+    item, kv_head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
+    part = pl.program_id(1)
     head_dim = q_ref.shape[2]
     count, base = num_queries[item], first_position[item]
     lane = jnp.arange(rows, dtype=jnp.int32)
     query = lane // group
     token = (first_token[item] + query)[:, None]
     head = (kv_head * group + lane % group)[:, None]
-    feature = jnp.arange(head_dim, dtype=jnp.int32)[None, :]
+    feature = jnp.arange(features, dtype=jnp.int32)[None, :]
     live = query < count
+
+    def inside(mask):  # [N] -> [N, features], or what broadcasts to it
+        return mask[:, None] if features == head_dim else mask[:, None] & (feature < head_dim)
+
     # Else the tensor cores round float32 to 10 bits.
     precision = jax.lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
 
     @pl.when(count > 0)
     def _():
         q = plgpu.load(
-            q_ref.at[token, head, feature], mask=live[:, None], other=jnp.zeros((), q_ref.dtype)
+            q_ref.at[token, head, feature], mask=inside(live), other=jnp.zeros((), q_ref.dtype)
         )
         position = base + query
         end = base + count  # of the keys that any of the queries sees
-        begin = jnp.maximum(base - window + 1, 0) // KEY_BLOCK
-        per_part = -(-(-(-end // KEY_BLOCK) - begin) // splits)
+        begin = jnp.maximum(base - window + 1, 0) // key_block
+        per_part = -(-(-(-end // key_block) - begin) // splits)
         start = begin + part * per_part
-        stop = jnp.minimum(start + per_part, -(-end // KEY_BLOCK))
+        stop = jnp.minimum(start + per_part, -(-end // key_block))
         column = kv_head * head_dim + feature
 
         def read(ref, page, slot, written):
             return plgpu.load(
                 ref.at[page[:, None], slot[:, None], column],
-                mask=written[:, None],
+                mask=inside(written),
                 other=jnp.zeros((), ref.dtype),
             )
 
         def accumulate(block, state):
             top, total, acc = state
-            key = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+            key = block * key_block + jnp.arange(key_block, dtype=jnp.int32)
             written = key < end
             page = plgpu.load(table.at[row_ref[item], key // page_size], mask=written, other=0)
             page += first_page[0]
@@ -183,7 +198,7 @@ def _kernel(
         state = (
             jnp.full((rows,), -jnp.inf, jnp.float32),
             jnp.zeros((rows,), jnp.float32),
-            jnp.zeros((rows, head_dim), jnp.float32),
+            jnp.zeros((rows, features), jnp.float32),
         )
         top, total, acc = jax.lax.fori_loop(start, stop, accumulate, state)
         # A part without keys has no weight beside any other.
@@ -191,10 +206,15 @@ def _kernel(
         if splits == 1:
             acc = acc / jnp.where(total == 0, 1.0, total)[:, None]
         plgpu.store(
-            out_ref.at[part, token, head, feature], acc.astype(out_ref.dtype), mask=live[:, None]
+            out_ref.at[part, token, head, feature], acc.astype(out_ref.dtype), mask=inside(live)
         )
         plgpu.store(top_ref.at[part, token[:, 0], head[:, 0]], top, mask=live)
         plgpu.store(total_ref.at[part, token[:, 0], head[:, 0]], total, mask=live)
+
+
+def _power_of_two(size: int) -> int:
+    """The first that is not below `size`."""
+    return 1 << (size - 1).bit_length()
 
 
 def _tanh(x: jax.Array) -> jax.Array:

@@ -23,14 +23,14 @@ def write_pages(cache: LayerCache, keys: jax.Array, values: jax.Array, batch: Fo
     """Store the keys and values of this step's tokens in their sequences' pages.
 
     Args:
-        cache: the layer's pages [N, S, G * H].
+        cache: the layer's pages, of either layout.
         keys, values: [T, G, H].
         batch: says where each token stands; padding tokens write nothing.
 
     Returns:
         The updated `LayerCache`.
     """
-    num_pages, page_size, *_ = cache.keys.shape
+    num_pages, page_size, *_ = cache.pages[0].shape
     token = jnp.arange(batch.token_capacity, dtype=jnp.int32)
     live = token < batch.num_tokens
     row = jnp.where(live, batch.sequence_ids, 0)
@@ -41,10 +41,14 @@ def write_pages(cache: LayerCache, keys: jax.Array, values: jax.Array, batch: Fo
     slot = position % page_size
 
     def store(pages: jax.Array, new: jax.Array) -> jax.Array:
-        flat = new.reshape(new.shape[0], -1).astype(pages.dtype)
+        flat = new.reshape(new.shape[0], *pages.shape[2:]).astype(pages.dtype)
         return pages.at[page, slot].set(flat, mode="drop")
 
-    return LayerCache(store(cache.keys, keys), store(cache.values, values), cache.first_page)
+    if cache.layout == "separate":
+        new: tuple[jax.Array, ...] = (keys, values)
+    else:
+        new = (jnp.stack([keys, values], axis=2),)
+    return LayerCache(tuple(map(store, cache.pages, new)), cache.first_page)
 
 
 def paged_attention(
@@ -70,8 +74,7 @@ def paged_attention(
         [T, N, H] in the dtype of `queries`; rows of padding tokens are zero.
     """
     tokens, heads, head_dim = queries.shape
-    _, page_size, width = cache.keys.shape
-    kv_heads = width // head_dim
+    page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
     group = heads // kv_heads
     items = num_work_items(batch, query_block)
     row, first_token = work.row[:items], work.first_token[:items]
@@ -92,16 +95,21 @@ def paged_attention(
     key_end = jnp.where(num_queries > 0, first_position + num_queries, 0)  # [W]
     num_blocks = jnp.minimum(-(-key_end.max() // block), table.shape[1] // pages_per_block)
 
-    def read(pages: jax.Array, index: jax.Array) -> jax.Array:
+    def read(index: jax.Array) -> tuple[jax.Array, jax.Array]:
         taken = jax.lax.dynamic_slice_in_dim(table, index * pages_per_block, pages_per_block, 1)
-        return pages[taken].reshape(items, block, kv_heads, head_dim)
+        if cache.layout == "separate":
+            keys, values = (pages[taken] for pages in cache.pages)
+        else:
+            both = cache.pages[0][taken]
+            keys, values = both[..., 0::2, :], both[..., 1::2, :]
+        shape = (items, block, kv_heads, head_dim)
+        return keys.reshape(shape), values.reshape(shape)
 
     def accumulate(index, state):
         top, total, acc = state
         key_position = index * block + jnp.arange(block, dtype=jnp.int32)
-        scores = jnp.einsum(
-            "wgqh,wsgh->wgqs", q, read(cache.keys, index), preferred_element_type=jnp.float32
-        )
+        key, value = read(index)
+        scores = jnp.einsum("wgqh,wsgh->wgqs", q, key, preferred_element_type=jnp.float32)
         seen = live[:, :, None] & (key_position <= position[:, :, None])
         seen &= key_position > lowest[:, :, None]
         seen = jnp.broadcast_to(seen[:, None, None], (items, 1, group, query_block, block)).reshape(
@@ -114,7 +122,6 @@ def paged_attention(
         weights = jnp.exp(scores - safe[..., None])
         shrink = jnp.exp(top - safe)
         # Unwritten slots may hold anything, NaN too, and 0 * NaN is NaN: zero the values as well.
-        value = read(cache.values, index)
         written = key_position < key_end[:, None]
         value = jnp.where(written[:, :, None, None], value, jnp.zeros_like(value))
         update = jnp.einsum(

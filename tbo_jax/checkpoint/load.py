@@ -86,10 +86,10 @@ def load_model(
         path: parameter_sources(path, variable.shape, config, architecture)
         for path, variable in flat
     }
-    _check_tensors(tensors, [s for found in sources.values() for s in found], config)
+    wanted = [s for found in sources.values() for s in found]
+    _check_tensors(tensors, wanted, config, architecture)
 
-    names = [s.name for found in sources.values() for s in found]
-    total = sum(tensors.info(name).nbytes for name in names)
+    total = sum(tensors.info(source.name).nbytes for source in wanted)
     done = 0
     loaded = []
     for path, variable in flat:
@@ -152,16 +152,27 @@ def _read_source(
     place = tuple(slice(a - b[0], z - b[0]) for (a, z), b in zip(inner, bounds[lead:], strict=True))
     index = tuple(slice(a - o, z - o) for (a, z), o in zip(inner, offsets, strict=True))
     index = index[::-1] if source.transpose else index
-    tensors.read_into(source.name, target[place], index, transpose=source.transpose)
+    index = (slice(0, 1),) * source.leading + index
+    part = target[place][(None,) * source.leading]
+    tensors.read_into(source.name, part, index, transpose=source.transpose)
 
 
-def _check_tensors(tensors: TensorFolder, sources: Sequence[Source], config: DecoderConfig) -> None:
+def _check_tensors(
+    tensors: TensorFolder,
+    sources: Sequence[Source],
+    config: DecoderConfig,
+    architecture: Architecture,
+) -> None:
     wanted: Mapping[str, Source] = {source.name: source for source in sources}
     present = set(tensors.names)
     missing = sorted(wanted.keys() - present)
     if missing:
         raise CheckpointError(f"{tensors.folder}: {_listed(missing)} missing")
-    extra = sorted(name for name in present - wanted.keys() if not _redundant(name, config))
+    extra = sorted(
+        name
+        for name in present - wanted.keys()
+        if not (_redundant(name, config) or architecture.ignores(name, config))
+    )
     if extra:
         raise CheckpointError(
             f"{tensors.folder}: {_listed(extra)} not part of a {config.model_type} model "

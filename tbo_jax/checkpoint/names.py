@@ -16,7 +16,8 @@ class Source:
     """A tensor of the checkpoint and its place in a parameter.
 
     The place is `parameter[*at]`, then from column `column` on along the last dimension. With
-    `transpose` the checkpoint keeps a matrix the other way round, [out, in].
+    `transpose` the checkpoint keeps a matrix the other way round, [out, in]. It may keep the tensor
+    with `leading` more dimensions of one entry in front.
     """
 
     name: str
@@ -24,11 +25,13 @@ class Source:
     at: tuple[int, ...] = ()  # entries of the leading dimensions: layer, expert
     column: int = 0
     transpose: bool = False
+    leading: int = 0
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape that the checkpoint must have it in."""
-        return self.shape[::-1] if self.transpose else self.shape
+        shape = self.shape[::-1] if self.transpose else self.shape
+        return (1,) * self.leading + shape
 
 
 def parameter_sources(
@@ -62,8 +65,14 @@ def _layer(
     names = architecture.experts
     if path[0] != "mlp" or names is None or not config.is_sparse(layer):
         yield _plain(path, shape, prefix, at)
+    elif path[1] == "gate" and path[2] == "correction_bias":
+        yield Source(prefix + names.router_bias, shape, at, leading=names.router_bias_rank - 1)
     elif path[1] == "gate":
         yield Source(prefix + names.router, shape, at)
+    elif path[1] == "shared_experts":
+        yield _plain(path[2:], shape, f"{prefix}{names.shared}.", at)
+    elif path[1] == "shared_expert_gate":
+        yield Source(prefix + names.shared_gate, shape, at)
     elif path[1] == "gate_up_proj":
         num_experts, hidden, width = shape[0], shape[1], shape[2] // 2
         for e in range(num_experts):

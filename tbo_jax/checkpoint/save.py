@@ -34,7 +34,7 @@ def save_model(model: CausalLM, config: Mapping[str, Any], folder: Path, dtype: 
         for source in parameter_sources(path, value.shape, parsed, architecture):
             part = value[source.at]
             part = part[..., source.column : source.column + source.shape[-1]]
-            part = part.T if source.transpose else part
+            part = (part.T if source.transpose else part).reshape(source.tensor_shape)
             tensors[source.name] = np.ascontiguousarray(part).astype(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

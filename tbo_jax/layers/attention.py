@@ -23,11 +23,13 @@ class SelfAttention(nnx.Module):
         self.q_proj = Linear(hidden, heads * head_dim, config, bias=bias, rngs=rngs)
         self.k_proj = Linear(hidden, kv_heads * head_dim, config, bias=bias, rngs=rngs)
         self.v_proj = Linear(hidden, kv_heads * head_dim, config, bias=bias, rngs=rngs)
-        self.o_proj = Linear(heads * head_dim, hidden, config, bias=bias, rngs=rngs)
+        out_bias = config.attention_output_bias
+        self.o_proj = Linear(heads * head_dim, hidden, config, bias=out_bias, rngs=rngs)
         if config.query_key_norm:
             self.q_norm = rms_norm(head_dim, config, rngs)
             self.k_norm = rms_norm(head_dim, config, rngs)
         self.query_key_norm = config.query_key_norm
+        self.interleaved = config.rotary.interleaved
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
         self.sliding_window = config.sliding_window
@@ -40,7 +42,8 @@ class SelfAttention(nnx.Module):
         v = self.v_proj(x).reshape(tokens, -1, self.head_dim)
         if self.query_key_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, context.rotary), apply_rotary(k, context.rotary)
+        q = apply_rotary(q, context.rotary, interleaved=self.interleaved)
+        k = apply_rotary(k, context.rotary, interleaved=self.interleaved)
         out, cache = context.attention(
             q, k, v, cache, scale=self.scale, sliding_window=self.sliding_window
         )

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from tbo_jax.layers.rotary import RotaryConfig
+from tbo_jax.moe.routing import Routing, Score
 
 
 @dataclass(frozen=True)
@@ -27,21 +28,45 @@ class DecoderConfig:
     max_position_embeddings: int
     rotary: RotaryConfig
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    attention_bias: bool = False  # of the query, key and value projections
+    attention_output_bias: bool = False
     mlp_bias: bool = False
     query_key_norm: bool = False
     sliding_window: int | None = None
     num_experts: int = 0  # 0: no layer has experts
     num_experts_per_token: int = 0
     expert_intermediate_size: int = 0
-    renormalize_experts: bool = True
     dense_layers: frozenset[int] = frozenset()  # layers without experts in a model that has them
+    shared_expert_intermediate_size: int = 0  # of all shared experts together; 0: none
+    shared_expert_gate: bool = False  # a sigmoid gate on what the shared experts give
+    routing: Score = "softmax"  # of the router's logits; this and the next: see `Routing`
+    routing_bias: bool = False
+    renormalize_experts: bool = True
+    min_routing_sum: float = 1e-20
+    routed_scaling_factor: float = 1.0
+    num_expert_groups: int = 1
+    num_groups_per_token: int = 1
+    float32_router: bool = False  # its weight and product, whatever `dtype`
+    num_prediction_layers: int = 0  # after the last one, for multi-token prediction: not loaded
     initializer_range: float = 0.02
     dtype: Any = jnp.float32
 
     def is_sparse(self, layer: int) -> bool:
         """Whether layer `layer` has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def router(self) -> Routing:
+        """How tokens choose their experts."""
+        return Routing(
+            top_k=self.num_experts_per_token,
+            score=self.routing,
+            renormalize=self.renormalize_experts,
+            smallest_sum=self.min_routing_sum,
+            scale=self.routed_scaling_factor,
+            num_groups=self.num_expert_groups,
+            groups_per_token=self.num_groups_per_token,
+        )
 
 
 class HfConfig:
@@ -51,11 +76,14 @@ class HfConfig:
         self.values = values
         self.source = source
 
-    def number(self, key: str, default: Any = None, kind: type = int) -> Any:
-        """A positive number at `key`, or `default` when the key is absent or null.
+    def number(
+        self, key: str, default: Any = None, kind: type = int, *, least: int | None = None
+    ) -> Any:
+        """A number at `key`, or `default` when the key is absent or null.
 
         Raises:
-            ValueError: missing without a default, of the wrong type, or not positive.
+            ValueError: missing without a default, of the wrong type, below `least`, or not positive
+                where `least` is None.
         """
         value = self.values.get(key)
         value = default if value is None else value
@@ -63,7 +91,9 @@ class HfConfig:
             raise ValueError(f"{self.source}: {key} is missing")
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
             raise ValueError(f"{self.source}: {key} must be {kind.__name__}, got {value!r}")
-        if value <= 0:
+        if least is not None and value < least:
+            raise ValueError(f"{self.source}: {key} must be at least {least}, got {value!r}")
+        if least is None and value <= 0:
             raise ValueError(f"{self.source}: {key} must be positive, got {value!r}")
         return kind(value)
 
@@ -81,8 +111,27 @@ class HfConfig:
             allowed = ", ".join(map(repr, accepted))
             raise ValueError(f"{self.source}: {key}={value!r} is not supported, expected {allowed}")
 
-    def common(self, dtype: Any, **extra: Any) -> DecoderConfig:
-        """The keys that all decoders of the Llama line share, with `extra` fields on top."""
+    def common(
+        self,
+        dtype: Any,
+        *,
+        default_head_dim: int | None = None,
+        default_theta: float = 10000.0,
+        default_partial_rotary: float | None = None,
+        interleaved_rotary: bool = False,
+        **extra: Any,
+    ) -> DecoderConfig:
+        """The keys that all decoders of the Llama line share, with `extra` fields on top.
+
+        Args:
+            dtype: of weights and compute.
+            default_head_dim: None: hidden size over heads.
+            default_theta, default_partial_rotary, interleaved_rotary: see `RotaryConfig.from_hf`.
+            extra: fields of `DecoderConfig`, in place of what the keys say.
+
+        Raises:
+            ValueError: a key that is missing, of the wrong type, or not supported.
+        """
         self.expect("hidden_act", "silu")
         hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
         kv_heads = self.number("num_key_value_heads", heads)
@@ -91,14 +140,11 @@ class HfConfig:
                 f"{self.source}: {heads} attention heads do not divide into {kv_heads} "
                 "key/value heads"
             )
-        head_dim = self.number("head_dim", extra.pop("default_head_dim", hidden // heads))
+        head_dim = self.number("head_dim", default_head_dim or hidden // heads)
         if head_dim % 2:
             raise ValueError(
                 f"{self.source}: head_dim {head_dim} is odd, rotary pairs need it even"
             )
-        experts, chosen = extra.get("num_experts", 0), extra.get("num_experts_per_token", 0)
-        if chosen > experts:
-            raise ValueError(f"{self.source}: {chosen} experts a token, of only {experts}")
         fields: dict[str, Any] = dict(
             model_type=self.values["model_type"],
             vocab_size=self.number("vocab_size"),
@@ -110,10 +156,23 @@ class HfConfig:
             head_dim=head_dim,
             rms_norm_eps=self.number("rms_norm_eps", 1e-6, float),
             max_position_embeddings=self.number("max_position_embeddings", 2048),
-            rotary=RotaryConfig.from_hf(self.values, head_dim),
+            rotary=RotaryConfig.from_hf(
+                self.values,
+                head_dim,
+                theta=default_theta,
+                partial=default_partial_rotary,
+                interleaved=interleaved_rotary,
+            ),
             tie_word_embeddings=self.flag("tie_word_embeddings"),
             attention_bias=self.flag("attention_bias"),
+            attention_output_bias=self.flag("attention_bias"),
             initializer_range=self.number("initializer_range", 0.02, float),
             dtype=dtype,
         )
-        return DecoderConfig(**(fields | extra))
+        config = DecoderConfig(**(fields | extra))
+        if config.num_experts:
+            try:
+                config.router.check(config.num_experts)
+            except ValueError as error:
+                raise ValueError(f"{self.source}: {error}") from error
+        return config

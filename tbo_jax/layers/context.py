@@ -68,7 +68,7 @@ class LayerContext:
 
     attention: Attention
     exchange: Exchange
-    rotary: tuple[jax.Array, jax.Array]  # cos, sin: [T, H / 2] float32
+    rotary: tuple[jax.Array, jax.Array]  # cos, sin: [T, rotated dimensions / 2] float32
     live: jax.Array  # [T] bool, false for padding
     experts: Callable[..., jax.Array] = apply_experts  # see `moe.experts.apply_experts`
     balance_loss_weight: float = 0.0  # training: weight of the routers' load-balancing loss

@@ -31,7 +31,7 @@ class DenseLayer(nnx.Module):
         self.input_layernorm = rms_norm(config.hidden_size, config, rngs)
         self.self_attn = SelfAttention(config, rngs=rngs)
         self.post_attention_layernorm = rms_norm(config.hidden_size, config, rngs)
-        self.mlp = GatedMlp(config, rngs=rngs)
+        self.mlp = GatedMlp(config, config.intermediate_size, rngs=rngs)
 
     def attend_and_feed(self, hidden, received, cache, context: LayerContext):
         attended, cache = self.self_attn(self.input_layernorm(hidden), cache, context)
@@ -45,7 +45,12 @@ class DenseLayer(nnx.Module):
 
 
 class SparseLayer(nnx.Module):
-    """Attention and mixture of experts: (attend, route | dispatch), (experts | combine)."""
+    """Attention and mixture of experts: (attend, route | dispatch), (experts | combine).
+
+    Shared experts take their input from what stays on the device and not from what was received,
+    so that nothing need arrive first. With one micro-batch XLA can compute them while the dispatch
+    is in flight; with two, the pin puts them beside the other one's dispatch.
+    """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.input_layernorm = rms_norm(config.hidden_size, config, rngs)
@@ -56,11 +61,16 @@ class SparseLayer(nnx.Module):
     def attend_and_route(self, hidden, received, cache, context: LayerContext):
         attended, cache = self.self_attn(self.input_layernorm(hidden), cache, context)
         hidden = hidden + attended
-        message, slots = self.mlp.route(self.post_attention_layernorm(hidden), context)
-        return (hidden, slots), message, cache
+        normed = self.post_attention_layernorm(hidden)
+        message, slots = self.mlp.route(normed, context)
+        kept = None if self.mlp.shared_experts is None else normed
+        return (hidden, slots, kept), message, cache
 
     def run_experts(self, carry, received, cache, context: LayerContext):
-        return carry, self.mlp.apply(received, context), cache
+        hidden, slots, normed = carry
+        if normed is not None:
+            hidden = hidden + self.mlp.shared(normed)
+        return (hidden, slots), self.mlp.apply(received, context), cache
 
     def merge(self, carry, received, context: LayerContext):
         hidden, slots = carry

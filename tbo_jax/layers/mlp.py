@@ -10,8 +10,8 @@ from flax import nnx
 
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.context import LayerContext
-from tbo_jax.layers.linear import Linear
-from tbo_jax.moe.routing import attach_loss, load_balancing_loss, top_k_softmax
+from tbo_jax.layers.linear import Linear, project
+from tbo_jax.moe.routing import attach_loss
 
 EXPERT_AXIS = "experts"  # name by which expert weights say along which dimension they are sharded
 
@@ -19,8 +19,8 @@ EXPERT_AXIS = "experts"  # name by which expert weights say along which dimensio
 class GatedMlp(nnx.Module):
     """Gated feed-forward block, SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    def __init__(self, config: DecoderConfig, inner: int, *, rngs: nnx.Rngs):
+        hidden, bias = config.hidden_size, config.mlp_bias
         self.gate_proj = Linear(hidden, inner, config, bias=bias, rngs=rngs)
         self.up_proj = Linear(hidden, inner, config, bias=bias, rngs=rngs)
         self.down_proj = Linear(inner, hidden, config, bias=bias, rngs=rngs)
@@ -30,11 +30,34 @@ class GatedMlp(nnx.Module):
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Router(nnx.Module):
+    """A token's logits, one for each of E experts."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        dtype = jnp.float32 if config.float32_router else config.dtype
+        init = nnx.initializers.normal(config.initializer_range)
+        shape = (config.num_experts, config.hidden_size)
+        self.weight = nnx.Param(init(rngs.params(), shape, dtype))
+        bias = jnp.zeros(config.num_experts, jnp.float32) if config.routing_bias else None
+        self.correction_bias = None if bias is None else nnx.Param(bias)
+        self.in_float32 = config.float32_router
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, D] -> [T, E]."""
+        weight = self.weight[...]
+        if not self.in_float32:
+            return project(x, weight)
+        # HIGHEST: accelerators otherwise round the factors of a float32 product.
+        x = x.astype(jnp.float32)
+        return jnp.einsum("td,ed->te", x, weight, precision=jax.lax.Precision.HIGHEST)
+
+
 class SparseMoe(nnx.Module):
     """Mixture of gated experts, in the three computes between which its tokens travel.
 
     The expert weights of the whole model have a leading axis of all E experts; in a step that runs
-    over several devices each device sees its share of it.
+    over several devices each device sees its share of it. Shared experts, which every token goes
+    to, are on each device and are one feed-forward block.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
@@ -44,7 +67,7 @@ class SparseMoe(nnx.Module):
             config.hidden_size,
             config.expert_intermediate_size,
         )
-        self.gate = Linear(hidden, experts, config, rngs=rngs)
+        self.gate = Router(config, rngs=rngs)
 
         def weight(shape: tuple[int, ...]) -> nnx.Param:
             value = normal(rngs.params(), shape, config.dtype)
@@ -52,21 +75,32 @@ class SparseMoe(nnx.Module):
 
         self.gate_up_proj = weight((experts, hidden, 2 * width))
         self.down_proj = weight((experts, width, hidden))
-        self.top_k = config.num_experts_per_token
-        self.renormalize = config.renormalize_experts
+        self.routing = config.router
+        shared = config.shared_expert_intermediate_size
+        gated = shared and config.shared_expert_gate
+        self.shared_experts = GatedMlp(config, shared, rngs=rngs) if shared else None
+        self.shared_expert_gate = Linear(hidden, 1, config, rngs=rngs) if gated else None
 
     def route(self, x: jax.Array, context: LayerContext) -> tuple[Any, Any]:
         """[T, D] -> the message to the experts' devices, and what `merge` needs to unpack."""
         logits = self.gate(x)
-        weights, experts = top_k_softmax(logits, self.top_k, self.renormalize)
+        bias = self.gate.correction_bias
+        weights, experts = self.routing.route(logits, None if bias is None else bias[...])
         if context.balance_loss_weight:
-            loss = load_balancing_loss(logits, experts)
+            loss = self.routing.balance_loss(logits, experts)
             weights = attach_loss(weights, context.balance_loss_weight * loss)
         experts = jnp.where(context.live[:, None], experts, -1)  # padding reaches no expert
-        return context.exchange.pack(x, experts, weights)
+        return context.exchange.pack(x, experts, weights.astype(x.dtype))
+
+    def shared(self, x: jax.Array) -> jax.Array:
+        """[T, D] -> [T, D]: the shared experts, on the device that has the tokens."""
+        assert self.shared_experts is not None
+        out = self.shared_experts(x)
+        gate = self.shared_expert_gate
+        return out if gate is None else jax.nn.sigmoid(gate(x)) * out
 
     def apply(self, received: Any, context: LayerContext) -> Any:
         """What arrived -> the message back: this device's experts."""
         rows, experts, weights = context.exchange.unpack(received)
         out = context.experts(rows, experts, weights, self.gate_up_proj[...], self.down_proj[...])
-        return context.exchange.pack_results(out)
+        return context.exchange.pack_results(out, received)

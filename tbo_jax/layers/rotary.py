@@ -18,28 +18,47 @@ SUPPORTED = ("default", "linear", "llama3", "yarn")
 class RotaryConfig:
     """Rotary frequencies as a checkpoint describes them.
 
-    `kind` is one of `SUPPORTED`; `options` are the further keys of `rope_scaling`, as
-    sorted (name, value) pairs so that the configuration can be hashed.
+    `dim` is the number of dimensions of a head that are rotated, from the first on. `kind` is one
+    of `SUPPORTED`; `options` are the further keys of `rope_scaling`, as sorted (name, value) pairs
+    so that the configuration can be hashed. For `interleaved` see `apply_rotary`.
     """
 
-    head_dim: int
+    dim: int
     theta: float
     max_position_embeddings: int
     kind: str = "default"
     options: tuple[tuple[str, Any], ...] = ()
+    interleaved: bool = False
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], head_dim: int) -> RotaryConfig:
+    def from_hf(
+        cls,
+        config: Mapping[str, Any],
+        head_dim: int,
+        *,
+        theta: float = 10000.0,
+        partial: float | None = None,
+        interleaved: bool = False,
+    ) -> RotaryConfig:
         """Read `rope_theta` and `rope_scaling`, or the newer `rope_parameters`, of a config.json.
 
+        Args:
+            config: contents of config.json.
+            head_dim: dimensions of a head.
+            theta: where the file has none.
+            partial: `partial_rotary_factor` where the file has none; None: the architecture has no
+                such option, and anything but 1 is refused.
+            interleaved: see `apply_rotary`.
+
         Raises:
-            ValueError: a scaling type that is not supported, or one that lacks a key.
+            ValueError: a scaling type that is not supported, or one that lacks a key; a number of
+                rotated dimensions that is no even number up to `head_dim`.
         """
         given = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(given, Mapping):
             raise ValueError(f"rope_scaling must be an object, got {given!r}")
         parameters = dict(given)
-        theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+        theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or theta
         named = parameters.pop("rope_type", None)
         legacy = parameters.pop("type", None)
         kind = named or legacy or "default"
@@ -48,9 +67,18 @@ class RotaryConfig:
                 f"RoPE scaling type {kind!r} is not supported: expected one of "
                 f"{', '.join(SUPPORTED)}"
             )
-        partial = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
-        if partial not in (None, 1, 1.0):
-            raise ValueError(f"partial_rotary_factor {partial} is not supported: expected 1.0")
+        share = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+        share = (partial or 1.0) if share is None else share
+        if partial is None and share != 1:
+            raise ValueError(f"partial_rotary_factor {share} is not supported: expected 1.0")
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"partial_rotary_factor must be above 0, at most 1, got {share!r}")
+        dim = int(head_dim * share)
+        if dim < 2 or dim % 2:
+            raise ValueError(
+                f"{dim} dimensions of a head of {head_dim} would be rotated: pairs need an even "
+                "number, 2 or more"
+            )
         needed = {"linear": ["factor"], "yarn": ["factor"], "default": []}
         needed["llama3"] = [
             "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
@@ -63,16 +91,16 @@ class RotaryConfig:
                 raise ValueError(f"RoPE scaling {key} must be a number, got {parameters[key]!r}")
         options = tuple(sorted((k, v) for k, v in parameters.items() if v is not None))
         longest = int(config.get("max_position_embeddings") or 2048)
-        return cls(head_dim, float(theta), longest, kind, options)
+        return cls(dim, float(theta), longest, kind, options, interleaved)
 
 
 def rotary_frequencies(config: RotaryConfig) -> tuple[np.ndarray, float]:
-    """Inverse frequencies [H / 2] float32, and the factor of cosine and sine.
+    """Inverse frequencies [dim / 2] float32, and the factor of cosine and sine.
 
     Sources: RoFormer (Su et al. 2021); linear position interpolation (Chen et al. 2023); YaRN
     (Peng et al. 2023, sections 3.2 to 3.4); the wavelength bands of Llama 3.1.
     """
-    dim, options = config.head_dim, dict(config.options)
+    dim, options = config.dim, dict(config.options)
     frequency = 1.0 / config.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     if config.kind == "default":
         return frequency.astype(np.float32), 1.0
@@ -98,7 +126,7 @@ def _yarn(
 ) -> tuple[np.ndarray, float]:
     """Dimensions that turn often are kept, slow ones interpolated, with a ramp between."""
     original = options.get("original_max_position_embeddings", config.max_position_embeddings)
-    dim = config.head_dim
+    dim = config.dim
 
     def dimension_of(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
@@ -124,15 +152,31 @@ def _yarn(
 
 
 def rotary_table(config: RotaryConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine [T, H / 2] float32 at `positions` [T] int32."""
+    """Cosine and sine [T, dim / 2] float32 at `positions` [T] int32."""
     frequency, factor = rotary_frequencies(config)
     angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequency)
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
-def apply_rotary(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate [T, N, H]: the pair of dimension i is i + H / 2, as Hugging Face stores it."""
+def apply_rotary(
+    x: jax.Array, rotary: tuple[jax.Array, jax.Array], *, interleaved: bool = False
+) -> jax.Array:
+    """Rotate the first dim dimensions of [T, N, H] by a table [T, dim / 2]; the others stay.
+
+    A pair is dimensions i and i + dim / 2, as most checkpoints have it, or with `interleaved`
+    2i and 2i + 1, as RoFormer has it.
+    """
     cos, sin = (t[:, None, :] for t in rotary)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    turned, kept = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :half], turned[..., half:]
+    pair = [first * cos - second * sin, second * cos + first * sin]
+    if interleaved:
+        turned = jnp.stack(pair, axis=-1).reshape(turned.shape)
+    else:
+        turned = jnp.concatenate(pair, axis=-1)
+    turned = turned.astype(x.dtype)
+    return jnp.concatenate([turned, kept], axis=-1) if kept.shape[-1] else turned

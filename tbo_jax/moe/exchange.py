@@ -6,25 +6,44 @@ communications between them, which is what a schedule can overlap:
     message, slots = pack(...)         in the stage that routes
     received = dispatch(message)       communication
     rows = unpack(received)            in the stage of the experts
-    returned = combine(pack_results(...))   communication
+    returned = combine(pack_results(..., received))   communication
     unpack_results(returned, slots)    at the head of the next stage
 
 A token is sent to a device once, however many of its experts live there, and nothing is dropped
 whatever the routing. Hidden state, weights and expert ids travel in one message: a second, small
 collective for the ids took the place beside the large matrix product, and the payload then ran
 exposed (measured on the schedule for 8x H100).
+
+| transport | a device sends | |
+|---|---|---|
+| `all_to_all` | T rows to every device, the unused ones empty | every platform |
+| `all_gather` | all rows to every device | every platform; for many experts a token |
+| `ragged_all_to_all` | the rows that are routed | GPU and TPU; emulated, slowly, on CPU |
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
 
-Transport = Literal["all_to_all", "all_gather"]
-TRANSPORTS: tuple[Transport, ...] = ("all_to_all", "all_gather")
+from tbo_jax.moe.message import (
+    DISPATCH_DTYPES,
+    DispatchDtype,
+    MessageFormat,
+    Placement,
+    local_experts,
+    rows_at,
+    sum_returned,
+    take,
+)
+from tbo_jax.moe.ragged_exchange import RaggedAllToAll
+
+Transport = Literal["all_to_all", "all_gather", "ragged_all_to_all"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 
 class Exchange(Protocol):
@@ -39,8 +58,8 @@ class Exchange(Protocol):
     def unpack(self, received: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """received -> rows [M, D], ids among this device's experts [M, K], weights [M, K]."""
 
-    def pack_results(self, results: jax.Array) -> Any:
-        """[M, D] -> message."""
+    def pack_results(self, results: jax.Array, received: Any) -> Any:
+        """[M, D], and what `dispatch` gave -> message."""
 
     def combine(self, message: Any) -> Any:
         """The second communication."""
@@ -48,23 +67,52 @@ class Exchange(Protocol):
     def unpack_results(self, returned: Any, slots: Any) -> jax.Array:
         """returned, slots -> [T, D]."""
 
+    def link_bytes(self, tokens: int, hidden_size: int, dtype: Any) -> int:
+        """Bytes that a device sends to others for T = `tokens`, both ways; at most, if ragged."""
+
 
 def make_exchange(
-    transport: Transport, *, axis: str, num_devices: int, num_experts: int, top_k: int
+    transport: Transport,
+    *,
+    axis: str,
+    num_devices: int,
+    num_experts: int,
+    top_k: int,
+    dispatch_dtype: DispatchDtype | None = None,
+    dtype: Any = None,
 ) -> Exchange:
     """The exchange of `num_experts` experts, `top_k` a token, sharded over the mesh axis `axis`.
 
+    Args:
+        transport: see the table of this module.
+        axis: of the mesh, of `num_devices` devices.
+        num_devices, num_experts, top_k: R, E and K.
+        dispatch_dtype: round the hidden state on its way to the experts to 8 bits, with a scale
+            for each token (`MessageFormat` tells the error). Not differentiable.
+        dtype: of the hidden state; needed with `dispatch_dtype`.
+
     Raises:
-        ValueError: unknown transport, or the experts do not divide over the devices.
+        ValueError: unknown transport or `dispatch_dtype`, the experts do not divide over the
+            devices, or `dtype` is missing.
     """
     if transport not in TRANSPORTS:
         known = ", ".join(TRANSPORTS)
         raise ValueError(f"unknown transport {transport!r}: expected one of {known}")
+    if dispatch_dtype is not None and dispatch_dtype not in DISPATCH_DTYPES:
+        known = ", ".join(DISPATCH_DTYPES)
+        raise ValueError(f"unknown dispatch_dtype {dispatch_dtype!r}: expected None, {known}")
+    if dispatch_dtype is not None and dtype is None:
+        raise ValueError("dispatch_dtype needs the dtype of the hidden state: give dtype")
     check_divisible(num_experts, num_devices)
     if num_devices == 1:
         return LocalExchange()
-    make = PaddedAllToAll if transport == "all_to_all" else AllGather
-    return make(axis, num_devices, num_experts // num_devices, top_k)
+    makers: dict[Transport, Callable[..., Exchange]] = {
+        "all_to_all": PaddedAllToAll,
+        "all_gather": AllGather,
+        "ragged_all_to_all": RaggedAllToAll,
+    }
+    form = MessageFormat(top_k, dispatch_dtype, dtype)
+    return makers[transport](axis, num_devices, num_experts // num_devices, form)
 
 
 def check_divisible(num_experts: int, num_devices: int) -> None:
@@ -90,7 +138,7 @@ class LocalExchange:
     def unpack(self, received):
         return received
 
-    def pack_results(self, results):
+    def pack_results(self, results, received):
         return results
 
     def combine(self, message):
@@ -98,6 +146,9 @@ class LocalExchange:
 
     def unpack_results(self, returned, slots):
         return returned
+
+    def link_bytes(self, tokens, hidden_size, dtype):
+        return 0
 
 
 @dataclass(frozen=True)
@@ -107,19 +158,19 @@ class AllGather:
     axis: str
     num_devices: int
     experts_per_device: int
-    top_k: int
+    form: MessageFormat
 
     def pack(self, hidden, experts, weights):
-        return _join(hidden, experts, weights), None
+        return self.form.join(hidden, experts, weights), None
 
     def dispatch(self, message):
         return jax.lax.all_gather(message, self.axis, tiled=True)
 
     def unpack(self, received):
-        hidden, experts, weights = _part(received, self.top_k)
-        return hidden, _local(experts, self.axis, self.experts_per_device), weights
+        hidden, experts, weights = self.form.part(received)
+        return hidden, local_experts(experts, self.axis, self.experts_per_device), weights
 
-    def pack_results(self, results):
+    def pack_results(self, results, received):
         return results
 
     def combine(self, message):
@@ -128,73 +179,48 @@ class AllGather:
     def unpack_results(self, returned, slots):
         return returned
 
+    def link_bytes(self, tokens, hidden_size, dtype):
+        row = self.form.row_bytes(hidden_size, dtype) + hidden_size * jnp.dtype(dtype).itemsize
+        return (self.num_devices - 1) * tokens * row
+
 
 @dataclass(frozen=True)
 class PaddedAllToAll:
-    """Each device's tokens packed per destination, in blocks of T slots, by `all_to_all`.
+    """Each device's tokens packed per destination, in blocks of T rows, by `all_to_all`.
 
-    T slots hold all tokens of a device, so that no routing overflows them.
+    T rows hold all tokens of a device, so that no routing overflows them.
     """
 
     axis: str
     num_devices: int
     experts_per_device: int
-    top_k: int
+    form: MessageFormat
 
     def pack(self, hidden, experts, weights):
-        device = jnp.arange(self.num_devices, dtype=jnp.int32)
-        owner = jnp.where(experts >= 0, experts // self.experts_per_device, -1)
-        wanted = (owner[:, :, None] == device).any(1)  # [T, R]
-        slots = jnp.cumsum(wanted, axis=0, dtype=jnp.int32) - 1
-        order = jnp.argsort(~wanted, axis=0, stable=True).T  # [R, T], wanted tokens first
-        filled = jnp.arange(hidden.shape[0]) < wanted.sum(0)[:, None]
-        sent = jnp.where(filled[:, :, None], experts[order], -1)
-        return _join(hidden[order], sent, weights[order]), (wanted, slots)
+        tokens, devices = hidden.shape[0], self.num_devices
+        start = tokens * jnp.arange(devices, dtype=jnp.int32)
+        placement = Placement.of(experts, devices, self.experts_per_device)
+        places = placement.places(start, devices * tokens)
+        index = rows_at(places, devices * tokens).reshape(devices, tokens)
+        rows = take(hidden, index), take(experts, index, -1), take(weights, index)
+        return self.form.join(*rows), places
 
     def dispatch(self, message):
         return jax.lax.all_to_all(message, self.axis, 0, 0)
 
     def unpack(self, received):
-        hidden, experts, weights = _part(received.reshape(-1, received.shape[-1]), self.top_k)
-        return hidden, _local(experts, self.axis, self.experts_per_device), weights
+        hidden, experts, weights = self.form.part(received.reshape(-1, received.shape[-1]))
+        return hidden, local_experts(experts, self.axis, self.experts_per_device), weights
 
-    def pack_results(self, results):
+    def pack_results(self, results, received):
         return results.reshape(self.num_devices, -1, results.shape[-1])
 
     def combine(self, message):
         return jax.lax.all_to_all(message, self.axis, 0, 0)
 
     def unpack_results(self, returned, slots):
-        wanted, slot = slots
-        device = jnp.arange(self.num_devices)
-        picked = returned[device, jnp.maximum(slot, 0)]  # [T, R, D]
-        return jnp.where(wanted[:, :, None], picked, jnp.zeros_like(picked)).sum(1)
+        return sum_returned(returned.reshape(-1, returned.shape[-1]), slots)
 
-
-# Expert ids travel as two digits in the dtype of the hidden state: bfloat16 holds integers exactly
-# up to 256. That keeps the message one differentiable array of one dtype.
-_DIGIT = 256
-
-
-def _join(hidden: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
-    """[..., D], [..., K], [..., K] -> [..., D + 3K]."""
-    shifted = experts + 1  # 0: no expert
-    digits = [shifted // _DIGIT, shifted % _DIGIT]
-    parts = [hidden, weights.astype(hidden.dtype), *(d.astype(hidden.dtype) for d in digits)]
-    return jnp.concatenate(parts, axis=-1)
-
-
-def _part(message: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The inverse of `_join` for K = `top_k`."""
-    width = message.shape[-1] - 3 * top_k
-    borders = [width, width + top_k, width + 2 * top_k]
-    hidden, weights, high, low = jnp.split(message, borders, axis=-1)
-    digits = (jax.lax.stop_gradient(d).astype(jnp.int32) for d in (high, low))
-    experts = next(digits) * _DIGIT + next(digits) - 1
-    return hidden, experts, weights
-
-
-def _local(experts: jax.Array, axis: str, experts_per_device: int) -> jax.Array:
-    """Global expert ids -> index among this device's experts; outside [0, E) when not here."""
-    first = jax.lax.axis_index(axis) * experts_per_device
-    return jnp.where(experts < 0, -1, experts - first)
+    def link_bytes(self, tokens, hidden_size, dtype):
+        row = self.form.row_bytes(hidden_size, dtype) + hidden_size * jnp.dtype(dtype).itemsize
+        return (self.num_devices - 1) * tokens * row

@@ -15,8 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 BLOCK_COLUMNS = 128  # of the result of a tile
-BLOCK_INNER = 64  # summed over at a time
-SMALLEST_TILE, LARGEST_TILE = 16, 128  # rows; tensor cores take 16 at least
+INNER_BYTES = 128  # of a row, summed over at a time
+SMALLEST_TILE = 16  # rows; tensor cores take 16 at least
+TILE_BYTES = 256  # of a column of the largest tile: 128 rows, or 64 in float32
 GATE_UP, DOWN, SUM = "tbo_experts_gate_up", "tbo_experts_down", "tbo_experts_sum"  # kernels
 
 
@@ -48,7 +49,7 @@ def apply_experts(
     num_experts, width, hidden = down.shape
     bound = num_rows * min(top_k, num_experts)
     index, place, group_sizes = _sort_by_expert(experts, num_experts, bound)
-    tile = _tile_rows(num_rows, num_experts)
+    tile = _tile_rows(num_rows, num_experts, rows.dtype.itemsize)
     tiles = _tiles(group_sizes, tile, bound // tile + num_experts)
     grid = tiles[0].shape[0]
     run = functools.partial(_run, dtype=rows.dtype, tile=tile, interpret=interpret)
@@ -78,10 +79,10 @@ def _sort_by_expert(
     return index, place.reshape(experts.shape), group_sizes
 
 
-def _tile_rows(num_rows: int, num_experts: int) -> int:
+def _tile_rows(num_rows: int, num_experts: int, itemsize: int) -> int:
     """Rows of a tile: about what an expert gets, in a power of two."""
     average = max(1, num_rows // num_experts)
-    return min(max(1 << (average - 1).bit_length(), SMALLEST_TILE), LARGEST_TILE)
+    return min(max(1 << (average - 1).bit_length(), SMALLEST_TILE), TILE_BYTES // itemsize)
 
 
 def _tiles(group_sizes: jax.Array, tile: int, bound: int) -> tuple[jax.Array, ...]:
@@ -102,12 +103,13 @@ def _tiles(group_sizes: jax.Array, tile: int, bound: int) -> tuple[jax.Array, ..
 
 def _run(kernel, name, num_tiles, operands, shape, *, dtype, tile, interpret):
     """Run a kernel over tiles of rows and blocks of columns of a result of `shape`."""
+    warps = 8 if tile * jnp.dtype(dtype).itemsize > TILE_BYTES // 2 else 4
     return pl.pallas_call(
         functools.partial(kernel, tile=tile),
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
         # Tiles of an expert are neighbours in the grid: they share its weights in the L2 cache.
         grid=(num_tiles, shape[1] // BLOCK_COLUMNS),
-        compiler_params=plgpu.CompilerParams(num_warps=4 if tile <= 64 else 8, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=3),
         interpret=interpret,
         name=name,
     )(*operands)
@@ -122,14 +124,13 @@ def _gate_up_kernel(group, first, stop, rows, index, weights, out, *, tile):
         source = plgpu.load(index.at[row], mask=live, other=0)
 
         def add(step, sums):
-            inner = pl.ds(step * BLOCK_INNER, BLOCK_INNER)
-            x = _load(rows, source, step, live)
+            x, inner = _load(rows, source, step, live)
             gate = weights[expert, inner, pl.ds(columns, BLOCK_COLUMNS)]
             up = weights[expert, inner, pl.ds(width + columns, BLOCK_COLUMNS)]
             return sums[0] + _dot(x, gate), sums[1] + _dot(x, up)
 
         zero = jnp.zeros((tile, BLOCK_COLUMNS), jnp.float32)
-        gate, up = jax.lax.fori_loop(0, rows.shape[1] // BLOCK_INNER, add, (zero, zero))
+        gate, up = jax.lax.fori_loop(0, _steps(rows), add, (zero, zero))
         value = (gate * jax.nn.sigmoid(gate) * up).astype(out.dtype)
         _store(out, row, columns, value, live)
 
@@ -140,12 +141,11 @@ def _down_kernel(group, first, stop, rows, weights, out, *, tile):
     @pl.when(start < end)
     def _():
         def add(step, total):
-            inner = pl.ds(step * BLOCK_INNER, BLOCK_INNER)
-            x = _load(rows, row, step, live)
+            x, inner = _load(rows, row, step, live)
             return total + _dot(x, weights[expert, inner, pl.ds(columns, BLOCK_COLUMNS)])
 
         zero = jnp.zeros((tile, BLOCK_COLUMNS), jnp.float32)
-        total = jax.lax.fori_loop(0, rows.shape[1] // BLOCK_INNER, add, zero)
+        total = jax.lax.fori_loop(0, _steps(rows), add, zero)
         value = total.astype(out.dtype)
         _store(out, row, columns, value, live)
 
@@ -178,10 +178,17 @@ def _dot(x, weights):
 
 
 def _load(ref, row, step, live):
-    """Block `step` of the summed axis of some rows, zero where they are not live."""
-    inner = step * BLOCK_INNER + jnp.arange(BLOCK_INNER, dtype=jnp.int32)
+    """Block `step` of the summed axis of some rows, zero where they are not live; and its place."""
+    size = ref.shape[1] // _steps(ref)
+    inner = step * size + jnp.arange(size, dtype=jnp.int32)
     zero = jnp.zeros((), ref.dtype)
-    return plgpu.load(ref.at[row[:, None], inner[None, :]], mask=live[:, None], other=zero)
+    block = plgpu.load(ref.at[row[:, None], inner[None, :]], mask=live[:, None], other=zero)
+    return block, pl.ds(step * size, size)
+
+
+def _steps(ref):
+    """Number of blocks of the summed axis."""
+    return ref.shape[1] * ref.dtype.itemsize // INNER_BYTES
 
 
 def _store(ref, row, columns, value, live):

@@ -2,41 +2,114 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
+Score = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How the logits of a router become K experts a token and their weights.
+
+    A token's scores are the softmax or the sigmoid of its logits. The experts with the highest
+    scores are chosen; their scores are the weights. What models add to that:
+
+    - Mixtral, Qwen2-MoE and Qwen3-MoE: softmax, as it is or with `renormalize`.
+    - ERNIE 4.5 (technical report, 2025): softmax, chosen with a correction bias, `renormalize`.
+    - DeepSeek-V3 (technical report, 2024, section 2.1.2), Kimi-K2, GLM-4.5: sigmoid, chosen with a
+      correction bias and within a limited number of groups, `renormalize`, `scale`.
+
+    The correction bias (Wang et al. 2024, "Auxiliary-loss-free load balancing") takes part in the
+    choice only, never in the weights.
+    """
+
+    top_k: int
+    score: Score = "softmax"
+    renormalize: bool = True  # scale the chosen scores of a token to a sum of one
+    smallest_sum: float = 1e-20  # by which `renormalize` divides
+    scale: float = 1.0  # of the weights, after `renormalize`
+    num_groups: int = 1  # neighbouring experts form a group
+    groups_per_token: int = 1  # groups that a token's experts come from
+
+    def check(self, num_experts: int) -> None:
+        """Raise ValueError unless tokens can be routed so to `num_experts` experts."""
+        groups, taken = self.num_groups, self.groups_per_token
+        if num_experts % groups or (groups > 1 and num_experts // groups < 2):
+            raise ValueError(
+                f"{num_experts} experts do not divide into {groups} groups of two or more"
+            )
+        if taken > groups:
+            raise ValueError(f"{taken} groups a token, of only {groups}")
+        reached = num_experts // groups * taken
+        if self.top_k > reached:
+            where = f" in {taken} of {groups} groups" if groups > 1 else ""
+            raise ValueError(f"{self.top_k} experts a token, of only {reached}{where}")
+
+    def route(
+        self, logits: jax.Array, bias: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Choose.
+
+        Args:
+            logits: [T, E]; computed on in float32.
+            bias: [E], added to the scores for the choice; None: nothing.
+
+        Returns:
+            weights [T, K] in the dtype of `logits`, expert ids [T, K] int32.
+        """
+        scores = self.scores(logits)
+        if bias is None and self.num_groups == 1:
+            weights, experts = jax.lax.top_k(scores, self.top_k)
+        else:
+            wanted = scores if bias is None else scores + bias.astype(jnp.float32)
+            experts = jax.lax.top_k(self._within_groups(wanted), self.top_k)[1]
+            weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if self.renormalize:
+            weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), self.smallest_sum)
+        if self.scale != 1.0:
+            weights = weights * self.scale
+        return weights.astype(logits.dtype), experts.astype(jnp.int32)
+
+    def scores(self, logits: jax.Array) -> jax.Array:
+        """[T, E] -> [T, E] float32, between 0 and 1."""
+        logits = logits.astype(jnp.float32)
+        return jax.nn.sigmoid(logits) if self.score == "sigmoid" else jax.nn.softmax(logits)
+
+    def _within_groups(self, scores: jax.Array) -> jax.Array:
+        """-inf for the experts of all groups but the best; a group is as good as its best two."""
+        if self.groups_per_token == self.num_groups:
+            return scores
+        grouped = scores.reshape(scores.shape[0], self.num_groups, -1)
+        of_group = jax.lax.top_k(grouped, 2)[0].sum(-1)
+        best = jax.lax.top_k(of_group, self.groups_per_token)[1]
+        taken = (best[:, :, None] == jnp.arange(self.num_groups)).any(1)  # [T, groups]
+        return jnp.where(taken[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+
+    def balance_loss(self, logits: jax.Array, experts: jax.Array) -> jax.Array:
+        """Auxiliary loss that is 1 when tokens are spread evenly over the experts, more when not.
+
+        Switch Transformer (Fedus et al. 2021), equation 4, with K choices a token. Sigmoid scores
+        are scaled to a sum of one first, as DeepSeek-V3 does (equation 19).
+
+        Args:
+            logits: [T, E] router logits.
+            experts: [T, K] chosen experts.
+        """
+        scores = self.scores(logits)
+        if self.score == "sigmoid":
+            scores = scores / scores.sum(-1, keepdims=True)
+        num_experts = logits.shape[-1]
+        share = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32).mean((0, 1))
+        return num_experts * jnp.sum(scores.mean(0) * share)
+
 
 def top_k_softmax(logits: jax.Array, top_k: int, renormalize: bool) -> tuple[jax.Array, jax.Array]:
-    """Softmax over all experts, then the `top_k` largest (Mixtral, Qwen3-MoE).
-
-    Args:
-        logits: [T, E] router logits; the softmax is in float32.
-        top_k: experts per token, K.
-        renormalize: scale the chosen weights of a token to sum to one.
-
-    Returns:
-        weights [T, K] in the dtype of `logits`, expert ids [T, K] int32.
-    """
-    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    weights, experts = jax.lax.top_k(probabilities, top_k)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdims=True)
-    return weights.astype(logits.dtype), experts.astype(jnp.int32)
-
-
-def load_balancing_loss(logits: jax.Array, experts: jax.Array) -> jax.Array:
-    """Auxiliary loss that is 1 when tokens are spread evenly over the experts, more when not.
-
-    Switch Transformer (Fedus et al. 2021), equation 4, with K choices a token.
-
-    Args:
-        logits: [T, E] router logits.
-        experts: [T, K] chosen experts.
-    """
-    num_experts = logits.shape[-1]
-    probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1).mean(0)
-    share = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32).mean((0, 1))
-    return num_experts * jnp.sum(probability * share)
+    """Softmax over all experts, then the `top_k` largest; see `Routing.route`."""
+    return Routing(top_k, renormalize=renormalize).route(logits)
 
 
 @jax.custom_vjp

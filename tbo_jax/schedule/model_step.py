@@ -132,6 +132,7 @@ def inspect_model(
         lowered,
         target,
         micro_batches=micro_batches,
+        options=runner.compiler_options(micro_batches),
         trip_counts=expected_turns(config, target.num_devices, tokens, shape),
         kernels=expected_work(config, target.num_devices, tokens, shape),
     )

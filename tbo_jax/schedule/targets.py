@@ -163,9 +163,8 @@ def _target_config(description: Mapping[str, Any]) -> str:
     """The chip as the text form of XLA's GpuTargetConfigProto.
 
     With more memory than it has: where a step does not fit, XLA recomputes and gives up on hiding
-    communication, and the report could not tell what it would be on a chip where it fits (48 scanned
-    layers of Qwen3-30B-A3B with 256 contexts of 4,096 tokens need 111 GB: hidden fell to 0 %). The
-    report says when a step does not fit.
+    communication (48 scanned layers of Qwen3-30B-A3B with 256 contexts of 4,096 tokens need 111 GB:
+    hidden fell to 0 %). The report says when a step does not fit.
     """
 
     def lines(values: Mapping[str, Any]) -> str:

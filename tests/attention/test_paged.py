@@ -13,19 +13,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tbo_jax import ForwardBatch, gather_tokens, split_batch_decoder_layers
+from tbo_jax import gather_tokens, split_batch_decoder_layers
 from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.dense import dense_causal_attention
 from tbo_jax.attention.paged import paged_attention, write_pages
 from tbo_jax.attention.work import AttentionWork, plan_attention
+from tests.attention.ragged import Case, Shape, case_of, mixes, reference
 
-TOKENS, ROWS = 24, 4
 # Rows of up to 320 keys, three blocks of them: 20 pages are no whole number of blocks of 8.
-PAGE_SIZE, PAGES_PER_ROW = 16, 20
-PAGES = ROWS * PAGES_PER_ROW + 1  # of a layer
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
-SCALE = HEAD_DIM**-0.5
-LONGEST = PAGE_SIZE * PAGES_PER_ROW
+SHAPE = Shape()
+TOKENS, SCALE = SHAPE.tokens, SHAPE.scale
 
 
 def attend(batch, cache, queries, keys, values, *, query_block, window):
@@ -61,91 +58,10 @@ def compiled(query_block: int, window: int | None) -> Any:
     return jax.jit(partial(attend, query_block=query_block, window=window))
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A batch, the cache before it, and its queries, keys and values; whatever is unused is NaN."""
-
-    batch: ForwardBatch
-    cache: LayerCache
-    queries: np.ndarray
-    keys: np.ndarray
-    values: np.ndarray
-    rows: list[tuple[int, int, np.ndarray, np.ndarray]]  # context, length, all keys, all values
-    slots: list[tuple[int, int]]  # page and slot in it, for each token
-
-
-def case_of(
-    lengths: list[int], contexts: list[int], seed: int, layer: int = 0, dtype: Any = np.float32
-) -> Case:
-    rng = np.random.default_rng(seed)
-    free = rng.permutation(np.arange(1, PAGES)).tolist()
-    sizes = [-(-(context + n) // PAGE_SIZE) for context, n in zip(contexts, lengths, strict=True)]
-    owned = [[free.pop() for _ in range(size)] for size in sizes]
-    batch = ForwardBatch.pack(
-        [[1] * n for n in lengths], contexts, owned,
-        token_capacity=TOKENS, sequence_capacity=ROWS, pages_per_sequence=PAGES_PER_ROW,
-    )  # fmt: skip
-    count, used = sum(lengths), len(lengths)
-    token_padding, row_padding = np.arange(TOKENS) >= count, np.arange(ROWS) >= used
-    row_ends = np.append(False, row_padding)
-    batch = dataclasses.replace(
-        batch,
-        sequence_ids=np.where(token_padding, 77, batch.sequence_ids).astype(np.int32),
-        query_lens=np.where(row_padding, 5, batch.query_lens).astype(np.int32),
-        context_lens=np.where(row_padding, 99, batch.context_lens).astype(np.int32),
-        cu_query_lens=np.where(row_ends, -33, batch.cu_query_lens).astype(np.int32),
-        page_table=np.where(row_padding[:, None], 55, batch.page_table).astype(np.int32),
-    )
-
-    def nan(*shape: int) -> np.ndarray:
-        return np.full(shape, np.nan, dtype)
-
-    queries = nan(TOKENS, HEADS, HEAD_DIM)
-    keys, values = nan(TOKENS, KV_HEADS, HEAD_DIM), nan(TOKENS, KV_HEADS, HEAD_DIM)
-    queries[:count] = rng.normal(size=queries[:count].shape)
-    stored = [nan(2 * PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM) for _ in range(2)]
-    rows, slots, start = [], [], 0
-    for length, context, pages in zip(lengths, contexts, owned, strict=True):
-        whole = rng.normal(size=(2, context + length, KV_HEADS, HEAD_DIM)).astype(dtype)
-        keys[start : start + length], values[start : start + length] = whole[:, context:]
-        places = [
-            (layer * PAGES + pages[position // PAGE_SIZE], position % PAGE_SIZE)
-            for position in range(context + length)
-        ]
-        for position, (page, slot) in enumerate(places[:context]):
-            stored[0][page, slot], stored[1][page, slot] = whole[:, position]
-        slots += places[context:]
-        rows.append((context, length, *whole))
-        start += length
-    flat = (pages.reshape(*pages.shape[:2], -1) for pages in stored)
-    cache = LayerCache(*flat, np.int32(layer * PAGES))
-    return Case(batch, cache, queries, keys, values, rows, slots)
-
-
-def reference(case: Case, window: int | None) -> np.ndarray:
-    """[live tokens, N, H] float32: every query against all keys of its sequence at once."""
-    outs, start = [], 0
-    for context, length, keys, values in case.rows:
-        for number in range(length):
-            last = context + number
-            first = 0 if window is None else max(0, last - window + 1)
-            for head in range(HEADS):
-                group = head // (HEADS // KV_HEADS)
-                seen = slice(first, last + 1)
-                query = case.queries[start + number, head].astype(np.float32)
-                scores = keys[seen, group].astype(np.float32) @ query * SCALE
-                weights = np.exp(scores - scores.max())
-                outs.append(weights / weights.sum() @ values[seen, group].astype(np.float32))
-        start += length
-    return np.reshape(outs, (-1, HEADS, HEAD_DIM)).astype(np.float32)
-
-
 def check_cache(case: Case, cache: LayerCache) -> None:
     """The new keys and values stand in their slots, and not one bit changed anywhere else."""
-    for before, after, new in (
-        (case.cache.keys, cache.keys, case.keys),
-        (case.cache.values, cache.values, case.values),
-    ):
+    new_of_each = case.keys, case.values
+    for before, after, new in zip(case.cache.pages, cache.pages, new_of_each, strict=True):
         expected = np.array(before)
         for token, (page, slot) in enumerate(case.slots):
             expected[page, slot] = new[token].reshape(-1)
@@ -160,22 +76,9 @@ def check(case: Case, out: jax.Array, cache: LayerCache, window: int | None, ato
     check_cache(case, cache)
 
 
-@st.composite
-def mixes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Lengths and contexts: prefill with and without context, decode rows, rows without tokens."""
-    room, lengths, contexts = TOKENS, [], []
-    for _ in range(draw(st.integers(0, ROWS))):
-        length = min(room, draw(st.sampled_from([0, 1, 1, 2, 7, 16, 17, TOKENS])))
-        context = draw(st.one_of(st.sampled_from([0, 15, 16, 127, 128]), st.integers(0, 290)))
-        lengths.append(length)
-        contexts.append(context)
-        room -= length
-    return lengths, contexts
-
-
 @pytest.mark.parametrize(("query_block", "window"), [(1, None), (16, None), (16, 5), (1, 150)])
 @settings(max_examples=15, deadline=None)
-@given(mix=mixes(), seed=st.integers(0, 99), layer=st.sampled_from([0, 1]))
+@given(mix=mixes(SHAPE), seed=st.integers(0, 99), layer=st.sampled_from([0, 1]))
 @example(mix=([TOKENS], [0]), seed=0, layer=1)
 @example(mix=([1, 1, 1, 1], [255, 0, 128, 319]), seed=1, layer=0)
 @example(mix=([1, 17, 1, 5], [64, 120, 0, 0]), seed=2, layer=1)
@@ -183,20 +86,20 @@ def mixes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 def test_ragged_batches_equal_the_full_softmax(
     mix: tuple[list[int], list[int]], seed: int, layer: int, query_block: int, window: int | None
 ) -> None:
-    case = case_of(*mix, seed, layer)
+    case = case_of(SHAPE, *mix, seed, layer)
     run = compiled(query_block, window)
     out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
     check(case, out, cache, window, atol=2e-6)
 
 
 @settings(max_examples=15, deadline=None)
-@given(mixes(), st.integers(0, 99))
+@given(mixes(SHAPE), st.integers(0, 99))
 @example(([TOKENS], [30]), 0)
 @example(([1], [30]), 1)
 def test_micro_batches_in_order_equal_the_whole(
     mix: tuple[list[int], list[int]], seed: int
 ) -> None:
-    case = case_of(*mix, seed)
+    case = case_of(SHAPE, *mix, seed)
     out, cache = in_parts(case.batch, case.cache, case.queries, case.keys, case.values)
     count = len(case.slots)
     np.testing.assert_allclose(out[:count], reference(case, None), atol=2e-6, rtol=0)
@@ -204,7 +107,7 @@ def test_micro_batches_in_order_equal_the_whole(
 
 
 def test_bfloat16() -> None:
-    case = case_of([1, 17, 2], [200, 40, 0], 5, dtype=jnp.bfloat16)
+    case = case_of(dataclasses.replace(SHAPE, dtype=jnp.bfloat16), [1, 17, 2], [200, 40, 0], 5)
     run = compiled(16, None)
     out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
     assert out.dtype == jnp.bfloat16
@@ -212,7 +115,7 @@ def test_bfloat16() -> None:
 
 
 def test_large_scores_do_not_overflow() -> None:
-    case = case_of([3, 1], [140, 300], 6)
+    case = case_of(SHAPE, [3, 1], [140, 300], 6)
     scaled = dataclasses.replace(case, queries=case.queries * np.float32(300))
     out, cache = compiled(16, None)(
         scaled.batch, scaled.cache, scaled.queries, scaled.keys, scaled.values
@@ -223,7 +126,7 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("query_block", [1, 4, 16])
 def test_work_items_cover_every_token_once(query_block: int) -> None:
     lengths, contexts = [5, 0, 1, 16], [3, 9, 40, 0]
-    batch = case_of(lengths, contexts, 0).batch
+    batch = case_of(SHAPE, lengths, contexts, 0).batch
     work = plan_attention(batch, query_block, AttentionWork.zeros(1, TOKENS))
     covered = [
         (row, position + lane, token + lane)
@@ -246,7 +149,7 @@ def test_work_items_cover_every_token_once(query_block: int) -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_dense_attention_equals_paged_prefill(window: int | None) -> None:
     length = TOKENS // 3
-    case = case_of([length] * 3, [0] * 3, 7)
+    case = case_of(SHAPE, [length] * 3, [0] * 3, 7)
     found = dense_causal_attention(
         *map(jnp.asarray, (case.queries, case.keys, case.values)),
         length=length, scale=SCALE, sliding_window=window,

@@ -22,9 +22,13 @@ from tests.golden_cases import DATA
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A copy of a small dense checkpoint, to be damaged."""
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((DATA / "llama" / name).read_bytes())
-    return tmp_path
+    return copy_case("llama", tmp_path)
+
+
+def copy_case(name: str, folder: Path) -> Path:
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).write_bytes((DATA / name / file).read_bytes())
+    return folder
 
 
 def change_config(folder: Path, **changes) -> None:
@@ -46,7 +50,7 @@ def load(folder: Path, devices: int = 1):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported: expected one of llama"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported: expected one of ernie4_5,"),
         ({"model_type": ...}, "model_type None is not supported"),
         ({"hidden_size": "64"}, "hidden_size must be int, got '64'"),
         ({"hidden_size": ...}, "hidden_size is missing"),
@@ -107,6 +111,63 @@ def test_rotary_buffers_of_old_exports_are_passed_over(folder):
     load(folder)
 
 
+def add_tensors(folder: Path, *names: str) -> None:
+    change_tensors(folder, lambda t: t.update({name: np.zeros(3, np.float32) for name in names}))
+
+
+@pytest.mark.parametrize(
+    ("case", "passed_over", "refused"),
+    [
+        (  # three layers, and one for multi-token prediction
+            "glm4_moe",
+            ["model.layers.3.eh_proj.weight", "model.layers.3.mlp.experts.0.up_proj.weight"],
+            "model.layers.4.eh_proj.weight",
+        ),
+        (
+            "ernie4_5_moe",
+            ["model.mtp_block.0.mlp.up_proj.weight", "model.mtp_linear_proj.0.weight"],
+            "model.mtp_surprise.0.weight",
+        ),
+        ("qwen2_moe", [], "model.layers.2.mlp.up_proj.weight"),
+    ],
+)
+def test_only_the_prediction_layers_are_passed_over(tmp_path, case, passed_over, refused):
+    folder = copy_case(case, tmp_path)
+    add_tensors(folder, *passed_over)
+    load(folder)
+    add_tensors(folder, refused)
+    with pytest.raises(CheckpointError, match=f"tensor {refused} is not part of a {case}"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "shape"),
+    [
+        ("glm4_moe", "model.layers.1.mlp.gate.e_score_correction_bias", [12]),
+        ("ernie4_5_moe", "model.layers.1.mlp.moe_statics.e_score_correction_bias", [1, 8]),
+        ("glm4_moe", "model.layers.2.mlp.shared_experts.down_proj.weight", [48, 32]),
+        ("qwen2_moe", "model.layers.0.mlp.shared_expert.up_proj.weight", [40, 48]),
+        ("qwen2_moe", "model.layers.1.mlp.shared_expert_gate.weight", [1, 48]),
+    ],
+)
+def test_tensors_beside_the_experts_are_checked(tmp_path, case, name, shape):
+    folder = copy_case(case, tmp_path)
+    change_tensors(folder, lambda t: t.update({name: np.zeros(5, np.float32)}))
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    assert f"tensor {name} has shape [5], expected {shape}" in str(error.value)
+    change_tensors(folder, lambda t: t.pop(name))
+    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
+        load(folder)
+
+
+def test_router_of_bfloat16_models_is_float32_where_transformers_keeps_it_so():
+    for case, dtype in {"glm4_moe": jnp.float32, "qwen2_moe": jnp.bfloat16}.items():
+        model = load_model(DATA / case, mesh=make_mesh(1), dtype=jnp.bfloat16)
+        assert model.layers[1].mlp.gate.weight.get_value().dtype == dtype
+        assert model.layers[1].self_attn.q_proj.weight.get_value().dtype == jnp.bfloat16
+
+
 def test_experts_that_do_not_divide_say_what_works():
     with pytest.raises(CheckpointError, match=r"8 experts .* 3 devices; .* 1, 2, 4, 8"):
         load(DATA / "mixtral", devices=3)
@@ -124,7 +185,10 @@ def test_each_device_holds_its_share_of_the_experts(scanned):
     np.testing.assert_array_equal(weight[0] if scanned else weight, first)
 
 
-@pytest.mark.parametrize("name", ["llama_tied_bf16", "qwen3_moe_mixed", "mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama_tied_bf16", "qwen3_moe_mixed", "mixtral", "qwen2_moe", "glm4_moe", "ernie4_5_moe"],
+)
 def test_saved_model_has_the_same_tensors(tmp_path, name):
     config = json.loads((DATA / name / "config.json").read_text())
     save_model(load(DATA / name), config, tmp_path, jnp.bfloat16)

@@ -17,11 +17,13 @@ the logits.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import shutil
 import sys
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ PROMPT_LENGTHS = (3, 12, 40)
 NEW_TOKENS = 16
 MIN_TOKEN_GAP = 0.02  # logits, best against second best
 MIN_ROUTER_GAP = 1e-3  # router logits, last expert taken against first one left out
+MIN_SCORE_GAP = 1e-4  # the same in scores between 0 and 1, which have a bias added
 MIN_DISTINCT = 6  # tokens in a continuation
 MIN_EFFECT = 0.05  # logits, largest change when the option is taken away
 
@@ -73,6 +76,36 @@ MIXTRAL = COMMON | dict(
     rope_theta=1000000.0, num_local_experts=8, num_experts_per_tok=2, output_router_logits=False,
     router_aux_loss_coef=0.02, sliding_window=None,
 )  # fmt: skip
+QWEN2_MOE = COMMON | dict(
+    model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"], hidden_size=48,
+    intermediate_size=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+    shared_expert_intermediate_size=40, norm_topk_prob=False, qkv_bias=True, decoder_sparse_step=1,
+    mlp_only_layers=[], output_router_logits=False, router_aux_loss_coef=0.001,
+    use_sliding_window=False, sliding_window=None, max_window_layers=2,
+)  # fmt: skip
+# A dense layer, then two with experts: 3 of 12, from the 2 best of 4 groups.
+GLM4_MOE = COMMON | dict(
+    model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"], hidden_size=48, head_dim=16,
+    intermediate_size=64, num_hidden_layers=3, attention_bias=True, use_qk_norm=True,
+    partial_rotary_factor=0.5, n_routed_experts=12, num_experts_per_tok=3,
+    moe_intermediate_size=16, n_shared_experts=2, first_k_dense_replace=1, n_group=4, topk_group=2,
+    norm_topk_prob=True, routed_scaling_factor=1.5, num_nextn_predict_layers=1,
+)  # fmt: skip
+ERNIE4_5 = COMMON | dict(
+    model_type="ernie4_5", architectures=["Ernie4_5ForCausalLM"], hidden_size=48, head_dim=16,
+    intermediate_size=64, tie_word_embeddings=True, use_bias=True, rope_theta=500000.0,
+    pad_token_id=0,
+)  # fmt: skip
+# Experts in layer 1 of 3 only.
+ERNIE4_5_MOE = COMMON | dict(
+    model_type="ernie4_5_moe", architectures=["Ernie4_5_MoeForCausalLM"], hidden_size=48,
+    num_attention_heads=3, num_key_value_heads=1, intermediate_size=48, num_hidden_layers=3,
+    tie_word_embeddings=True, use_bias=False, rope_theta=500000.0, pad_token_id=0,
+    moe_num_experts=8, moe_k=3, moe_intermediate_size=16, moe_num_shared_experts=2,
+    moe_layer_start_index=1, moe_layer_end_index=1, moe_layer_interval=1, moe_norm_min=1e-12,
+    moe_use_aux_free=True, num_nextn_predict_layers=1, output_router_logits=False,
+    router_aux_loss_coef=0.001,
+)  # fmt: skip
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
@@ -97,6 +130,7 @@ class Case:
     without: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16  # of the stored weights
     shard_size: str = "1GB"
+    spread: float = 0.15  # standard deviation of most weights; more of it makes livelier text
     # Keys of config.json: 4 = rope_theta, rope_scaling, torch_dtype, num_experts, as in most
     # published checkpoints; 5 = rope_parameters, dtype, num_local_experts, as transformers 5 saves.
     style: int = 4
@@ -119,6 +153,10 @@ CASES = {
     "qwen3_moe": Case(QWEN3_MOE, dict(norm_topk_prob=False), shard_size="80KB"),
     "qwen3_moe_mixed": Case(QWEN3_MOE_MIXED, dict(norm_topk_prob=True), style=5),
     "mixtral": Case(MIXTRAL),
+    "qwen2_moe": Case(QWEN2_MOE, dict(norm_topk_prob=True)),
+    "glm4_moe": Case(GLM4_MOE, dict(n_group=1, topk_group=1)),
+    "ernie4_5": Case(ERNIE4_5, style=5, spread=0.25),
+    "ernie4_5_moe": Case(ERNIE4_5_MOE, dict(rope_theta=10000.0), spread=0.25),
 }
 
 
@@ -135,36 +173,77 @@ def build(config: dict[str, Any]) -> Any:
 
 
 def plain(config: dict[str, Any]) -> dict[str, str]:
-    moe = "num_experts_per_tok" in config
+    moe = any(key in config for key in ("num_experts_per_tok", "moe_k"))
     return dict(attn_implementation="eager") | (dict(experts_implementation="eager") if moe else {})
 
 
 @torch.no_grad()
-def randomize(model: Any, generator: torch.Generator, stored: torch.dtype) -> None:
+def randomize(model: Any, generator: torch.Generator, case: Case) -> None:
     """Random weights, rounded to the dtype that they are stored in."""
-    for name, weight in sorted(model.named_parameters()):
+    for name, weight in sorted([*model.named_parameters(), *correction_biases(model)]):
         noise = torch.randn(weight.shape, generator=generator)
         if "norm" in name:
             value = 1 + 0.25 * noise
+        elif "correction_bias" in name:
+            value = 0.1 * noise
         elif name.endswith("bias") or name.endswith("mlp.gate.weight"):
             value = 0.3 * noise
         else:
-            value = 0.15 * noise
-        weight.copy_(value.to(stored))
+            value = case.spread * noise
+        weight.copy_(value.to(case.dtype))
+
+
+def correction_biases(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """The routers' correction biases that are not parameters."""
+    return [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+
+
+@contextlib.contextmanager
+def watch_routers(model: Any) -> Iterator[list[tuple[Any, torch.Tensor]]]:
+    """Collects a (router, logits [T, E]) for every call of a router."""
+    seen: list[tuple[Any, torch.Tensor]] = []
+    hooks = [
+        module.register_forward_hook(lambda router, _, out: seen.append((router, out[0])))
+        for module in model.modules()
+        if type(module).__name__.lower().endswith("topkrouter")
+    ]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+def gap(values: torch.Tensor, taken: int) -> float:
+    """The least distance, over rows, from the last of the `taken` largest to the one after it."""
+    ranked = values.sort(dim=-1, descending=True).values
+    return float((ranked[:, taken - 1] - ranked[:, taken]).min())
+
+
+def is_near_tie(router: Any, logits: torch.Tensor) -> bool:
+    """Whether rounding could change the experts, or the groups, that a token goes to."""
+    if hasattr(router, "moe_statics"):  # ERNIE
+        return gap(router.moe_statics(logits.softmax(-1)), router.top_k) < MIN_SCORE_GAP
+    if not hasattr(router, "e_score_correction_bias"):
+        return gap(logits, router.top_k) < MIN_ROUTER_GAP
+    scores = logits.sigmoid() + router.e_score_correction_bias
+    if router.num_group > 1:
+        grouped = scores.unflatten(-1, (router.num_group, -1))
+        groups = grouped.topk(2, dim=-1).values.sum(-1)
+        if gap(groups, router.topk_group) < MIN_SCORE_GAP:
+            return True
+        chosen = groups.topk(router.topk_group, dim=-1).indices
+        left_out = torch.ones_like(groups).scatter(1, chosen, 0)[..., None].bool()
+        scores = grouped.masked_fill(left_out, -torch.inf).flatten(1)
+    return gap(scores, router.top_k) < MIN_SCORE_GAP
 
 
 @torch.no_grad()
 def forward(model: Any, tokens: np.ndarray) -> np.ndarray:
     """Logits [T, V] of `tokens` [T]; UnfitSeedError if the choice of experts is a near tie."""
-    routed = getattr(model.config, "num_experts_per_tok", 0)
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
-    out = model(
-        input_ids=ids, use_cache=False, **(dict(output_router_logits=True) if routed else {})
-    )
-    for router_logits in out.router_logits if routed else ():
-        ranked = router_logits.sort(dim=-1, descending=True).values
-        if (ranked[:, routed - 1] - ranked[:, routed]).min() < MIN_ROUTER_GAP:
-            raise UnfitSeedError
+    with watch_routers(model) as routed:
+        out = model(input_ids=ids, use_cache=False)
+    if any(is_near_tie(*seen) for seen in routed):
+        raise UnfitSeedError
     logits: np.ndarray = out.logits[0].numpy()
     return logits
 
@@ -187,7 +266,7 @@ def compute(case: Case, name: str, seed: int) -> tuple[Any, dict[str, np.ndarray
     """The model of this seed and the arrays of golden.npz."""
     number = zlib.crc32(name.encode()) + seed
     model = build(case.config)
-    randomize(model, torch.Generator().manual_seed(number), case.dtype)
+    randomize(model, torch.Generator().manual_seed(number), case)
     rng = np.random.default_rng(number)
     arrays: dict[str, np.ndarray] = {}
     for i, length in enumerate(LENGTHS):
@@ -224,17 +303,30 @@ def check(case: Case, model: Any, arrays: dict[str, np.ndarray], folder: Path) -
         np.testing.assert_allclose(
             forward(again, arrays[f"tokens_{i}"]), arrays[f"logits_{i}"], rtol=0, atol=2e-5
         )
-    if not case.without:
-        return ""
-    other = build(case.config | case.without)
-    other.load_state_dict(model.state_dict(), strict=False)
+    said = []
+    if case.without:
+        other = build(case.config | case.without)
+        other.load_state_dict(model.state_dict(), strict=False)
+        said.append(f"the option moves {effect(other, arrays)}")
+    biases = [*model.named_parameters(), *model.named_buffers()]
+    if any("correction_bias" in name for name, _ in biases):
+        other = copy.deepcopy(model)
+        for name, bias in [*other.named_parameters(), *other.named_buffers()]:
+            if "correction_bias" in name:
+                bias.data.zero_()
+        said.append(f"the correction bias moves {effect(other, arrays)}")
+    return ", ".join(said)
+
+
+def effect(other: Any, arrays: dict[str, np.ndarray]) -> str:
+    """What changes with the model `other`; AssertionError if nothing does."""
     i = LENGTHS.index(max(LENGTHS))
     try:
         moved = np.abs(forward(other, arrays[f"tokens_{i}"]) - arrays[f"logits_{i}"]).max()
     except UnfitSeedError:
-        return "the option moves the routing"
-    assert moved > MIN_EFFECT, f"{folder.name}: {case.without} moves logits by {moved} only"
-    return f"the option moves logits by {moved:.2f}"
+        return "the routing"
+    assert moved > MIN_EFFECT, f"logits move by {moved} only"
+    return f"logits by {moved:.2f}"
 
 
 def main(names: list[str]) -> None:
@@ -242,7 +334,7 @@ def main(names: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
     for name in names or CASES:
         case, folder = CASES[name], DATA / name
-        for seed in range(200):
+        for seed in range(1000):
             try:
                 model, arrays = compute(case, name, seed)
                 break

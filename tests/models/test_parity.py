@@ -1,4 +1,4 @@
-"""Logits against transformers in float32: prefill and decode, paged, one and two micro-batches."""
+"""Logits against transformers in float32, on one device: one and two micro-batches."""
 
 from __future__ import annotations
 
@@ -7,89 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tbo_jax import Bucket, CacheConfig, ForwardBatch, ModelRunner, OverlapConfig
-from tbo_jax.batch import stack_batches
+from tbo_jax import ModelRunner
 from tbo_jax.checkpoint.load import load_model
 from tbo_jax.sharding import make_mesh
 from tests.golden_cases import CASES, Golden
-
-PAGE, PAGES, COLUMNS, ROWS = 4, 48, 16, 8
-PREFILL = Bucket(128, ROWS)
-DECODE = Bucket(ROWS, ROWS, decode=True)
-CACHE = CacheConfig(PAGES, PAGE, COLUMNS, PREFILL.tokens)
-
-
-def make_runner(name: str, *, devices=1, micro_batches=1, scanned=False, transport="all_to_all"):
-    mesh = make_mesh(devices)
-    model = load_model(Golden(name).folder, mesh=mesh, dtype=jnp.float32, scanned=scanned)
-    overlap = OverlapConfig("on" if micro_batches > 1 else "off", max(2, micro_batches))
-    return ModelRunner(model, CACHE, mesh=mesh, overlap=overlap, transport=transport, logits="all")
-
-
-def fill_with_nan(buffers):
-    """As if the pages had held other programs' garbage."""
-    return jax.tree.map(lambda leaf: leaf * jnp.nan if leaf.dtype == jnp.float32 else leaf, buffers)
-
-
-def feed(runner, buffers, bucket, chunks, pages):
-    """One step on every rank; `chunks` is a (start, tokens) per sequence, tokens may be empty.
-
-    Rank r gets the sequences rotated by r, so that the ranks differ. Returns the logits of each
-    sequence's tokens, from every rank, and the buffers.
-    """
-    ranks = runner.mesh.size
-    live = [i for i, (_, tokens) in enumerate(chunks) if tokens]
-    orders = [live[r % len(live) :] + live[: r % len(live)] for r in range(ranks)]
-    batches = [
-        ForwardBatch.pack(
-            [chunks[i][1] for i in order],
-            [chunks[i][0] for i in order],
-            [pages[i] for i in order],
-            token_capacity=bucket.tokens,
-            sequence_capacity=bucket.sequences,
-            pages_per_sequence=COLUMNS,
-        )
-        for order in orders
-    ]
-    logits, buffers = runner.step(bucket, buffers, stack_batches(batches))
-    logits = np.asarray(logits)
-    found = {i: [] for i in live}
-    for rank, order in enumerate(orders):
-        start = 0
-        for i in order:
-            stop = start + len(chunks[i][1])
-            found[i].append(logits[rank, start:stop])
-            start = stop
-    return found, buffers
-
-
-def shuffled_pages(seed, sequences):
-    free = list(np.random.default_rng(seed).permutation(np.arange(1, PAGES)))
-    return [[free.pop() for _ in range(-(-len(s) // PAGE))] for s in sequences]
-
-
-def check_against_golden(runner, name, *, decode_bucket=False, atol=1e-4):
-    """Prefill in two chunks, then decode token by token; then once more on recycled pages."""
-    golden = Golden(name)
-    buffers = fill_with_nan(runner.allocate())
-    for round_number in range(2):
-        pages = shuffled_pages(round_number, golden.tokens)
-        steps = max(0, min(3, min(len(s) for s in golden.tokens) + 2))
-        cuts = [sorted({0, len(s) // 3, max(0, len(s) - steps)}) for s in golden.tokens]
-        borders = [[*c, *range(c[-1] + 1, len(s) + 1)] for c, s in zip(cuts, golden.tokens)]
-        for number in range(max(len(b) for b in borders) - 1):
-            chunks = []
-            for border, tokens in zip(borders, golden.tokens, strict=True):
-                start, stop = border[number : number + 2] if number + 1 < len(border) else (0, 0)
-                chunks.append((start, tokens[start:stop]))
-            single = all(len(tokens) <= 1 for _, tokens in chunks)
-            bucket = DECODE if single and decode_bucket else PREFILL
-            found, buffers = feed(runner, buffers, bucket, chunks, pages)
-            for i, of_ranks in found.items():
-                start, tokens = chunks[i]
-                for logits in of_ranks:
-                    expected = golden.logits[i][start : start + len(tokens)]
-                    np.testing.assert_allclose(logits, expected, atol=atol, rtol=0)
+from tests.models.parity import (
+    CACHE,
+    PREFILL,
+    check_against_golden,
+    feed,
+    make_runner,
+    shuffled_pages,
+)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -105,53 +34,27 @@ def test_scanned_logits(name, micro_batches):
     check_against_golden(runner, name, decode_bucket=True)
 
 
-@pytest.mark.parametrize(
-    ("micro_batches", "transport"), [(1, "all_to_all"), (2, "all_to_all"), (2, "all_gather")]
-)
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_mixed"])
-def test_experts_on_four_devices(name, micro_batches, transport):
-    runner = make_runner(name, devices=4, micro_batches=micro_batches, transport=transport)
-    check_against_golden(runner, name, decode_bucket=True)
-
-
-def test_scanned_micro_batches_on_four_devices():
-    runner = make_runner("qwen3_moe", devices=4, micro_batches=2, scanned=True)
-    check_against_golden(runner, "qwen3_moe")
-
-
-def test_three_micro_batches():
-    runner = make_runner("qwen3_moe", devices=2, micro_batches=3)
-    check_against_golden(runner, "qwen3_moe")
-
-
-def test_micro_batches_agree_closer_than_the_oracle():
-    """Two micro-batches against one, on the same weights: 1e-5."""
-    golden = Golden("qwen3_moe")
-    pages = shuffled_pages(0, golden.tokens)
-    chunks = [(0, tokens) for tokens in golden.tokens]
-    results = []
-    for count in (1, 2):
-        runner = make_runner("qwen3_moe", devices=2, micro_batches=count)
-        found, _ = feed(runner, runner.allocate(), PREFILL, chunks, pages)
-        results.append(np.concatenate([x for i in sorted(found) for x in found[i]]))
-    np.testing.assert_allclose(*results, atol=1e-5, rtol=0)
-
-
 def test_scan_of_unequal_layers_is_refused():
     with pytest.raises(ValueError, match="cannot be scanned"):
         make_runner("qwen3_moe_mixed", scanned=True)
 
 
-def test_bfloat16_weights_and_cache():
+# In bfloat16 a token may go to another expert than in float32, so few tokens may differ by more.
+@pytest.mark.parametrize(
+    ("name", "share"), [("llama_tied_bf16", 1.0), ("qwen2_moe", 0.9), ("glm4_moe", 0.9)]
+)
+def test_bfloat16_weights_and_cache(name, share):
     mesh = make_mesh(1)
-    golden = Golden("llama_tied_bf16")
+    golden = Golden(name)
     model = load_model(golden.folder, mesh=mesh, dtype=jnp.bfloat16)
     runner = ModelRunner(model, CACHE, mesh=mesh, logits="all")
     pages = shuffled_pages(0, golden.tokens)
     chunks = [(0, tokens) for tokens in golden.tokens]
     with jax.numpy_dtype_promotion("standard"):  # the norm of Flax relies on it in bfloat16
         found, buffers = feed(runner, runner.allocate(), PREFILL, chunks, pages)
-    assert buffers.cache.keys[0].dtype == jnp.bfloat16
-    for i, (logits,) in found.items():
-        # bfloat16 keeps 8 bits: 1 % of the range of the logits, over two layers.
-        assert np.abs(logits - golden.logits[i]).max() < 0.05 * np.abs(golden.logits[i]).max()
+    assert buffers.cache.pages[0][0].dtype == jnp.bfloat16
+    logits = np.concatenate([found[i][0] for i in sorted(found)])
+    expected = np.concatenate(golden.logits)
+    # bfloat16 keeps 8 bits: 1 % of the range of the logits, over two layers.
+    close = np.abs(logits - expected).max(-1) < 0.05 * np.abs(expected).max()
+    assert close.mean() >= share

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from tbo_jax.moe.exchange import TRANSPORTS, PaddedAllToAll, Transport, _part, make_exchange
+from tbo_jax.moe.exchange import TRANSPORTS, PaddedAllToAll, Transport, make_exchange
 from tbo_jax.moe.experts import apply_experts
+from tbo_jax.moe.ragged_exchange import expected_destinations
 from tbo_jax.sharding import RANKS, make_mesh
 
 TOKENS, EXPERTS, TOP_K, DEPTH, WIDTH = 4, 8, 3, 8, 4  # tokens of one device
@@ -35,9 +36,11 @@ def mixture(transport: Transport, devices: int) -> Callable[..., jax.Array]:
 
     def local(hidden, ids, weights, gate_up, down):
         message, slots = exchange.pack(hidden, ids, weights)
-        rows, here, scales = exchange.unpack(exchange.dispatch(message))
+        received = exchange.dispatch(message)
+        rows, here, scales = exchange.unpack(received)
         results = apply_experts(rows, here, scales, gate_up, down)
-        return exchange.unpack_results(exchange.combine(exchange.pack_results(results)), slots)
+        message = exchange.pack_results(results, received)
+        return exchange.unpack_results(exchange.combine(message), slots)
 
     return jax.shard_map(
         local, mesh=make_mesh(devices), in_specs=SHARDED, out_specs=SHARDED, check_vma=False
@@ -148,7 +151,7 @@ def packed(devices: int) -> Any:
         "all_to_all", axis=RANKS, num_devices=devices, num_experts=EXPERTS, top_k=TOP_K
     )
     assert isinstance(exchange, PaddedAllToAll)
-    return jax.jit(lambda *args: _part(exchange.pack(*args)[0], TOP_K))
+    return jax.jit(lambda *args: exchange.form.part(exchange.pack(*args)[0]))
 
 
 @settings(max_examples=40, deadline=None)
@@ -183,7 +186,7 @@ def test_ids_above_256_travel_exactly_in_bfloat16(transport: Transport) -> None:
 
     def arrive(hidden, ids, weights):
         message, _ = exchange.pack(hidden, ids, weights)
-        assert message.dtype == jnp.bfloat16
+        assert jax.tree.leaves(message)[0].dtype == jnp.bfloat16
         rows, here, _ = exchange.unpack(exchange.dispatch(message))
         return rows, here
 
@@ -196,12 +199,48 @@ def test_ids_above_256_travel_exactly_in_bfloat16(transport: Transport) -> None:
     digits = np.stack([ids[:, 0] // 256, ids[:, 0] % 256], axis=1)
     weights = np.ones((experts, 2), np.float32)
     rows, here = map(np.asarray, jax.jit(run)(jnp.asarray(digits, jnp.bfloat16), ids, weights))
-    digits = rows.astype(np.int32)
-    expected = digits[:, 0] * 256 + digits[:, 1] - experts // 2 * np.repeat([0, 1], len(rows) // 2)
     mine = (here[:, 0] >= 0) & (here[:, 0] < experts // 2)
+    digits = np.where(mine[:, None], rows, 0).astype(np.int32)
+    expected = digits[:, 0] * 256 + digits[:, 1] - experts // 2 * np.repeat([0, 1], len(rows) // 2)
     np.testing.assert_array_equal(here[mine, 0], expected[mine])
     assert mine.sum() == experts
     assert not ((here[:, 1] >= 0) & (here[:, 1] < experts // 2)).any()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_ragged_exchange_sends_what_is_routed_and_no_more(case: str) -> None:
+    devices = 4
+    exchange = make_exchange(
+        "ragged_all_to_all", axis=RANKS, num_devices=devices, num_experts=EXPERTS, top_k=TOP_K
+    )
+
+    def arrive(hidden, ids, weights):
+        message, _ = exchange.pack(hidden, ids, weights)
+        return exchange.dispatch(message)[0]
+
+    run = jax.shard_map(
+        arrive, mesh=make_mesh(devices), in_specs=SHARDED, out_specs=SHARDED, check_vma=False
+    )
+    hidden, weights, _, _ = operands(devices)
+    ids = routing(case, devices)
+    rows = np.asarray(jax.jit(run)(hidden, ids, weights))[:, :DEPTH]
+    rows = rows.reshape(devices, devices, TOKENS, DEPTH)  # to, from
+    owners = np.where(ids >= 0, ids // (EXPERTS // devices), -1).reshape(devices, TOKENS, TOP_K)
+    hidden = hidden.reshape(devices, TOKENS, DEPTH)
+    for to in range(devices):
+        for sender in range(devices):
+            sent = hidden[sender][(owners[sender] == to).any(axis=1)]
+            np.testing.assert_array_equal(rows[to, sender, : len(sent)], sent)
+            assert np.isnan(rows[to, sender, len(sent) :]).all()  # nothing was written there
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_expected_destinations(devices: int) -> None:
+    rng = np.random.default_rng(0)
+    experts = 2 * devices
+    ids = np.argsort(rng.random((4000, experts)), axis=1)[:, :3]
+    others = [len(set(row // 2) - {0}) for row in ids]
+    assert expected_destinations(devices, experts, 3) == pytest.approx(np.mean(others), rel=0.03)
 
 
 # Errors

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tbo_jax.moe.routing import attach_loss, load_balancing_loss, top_k_softmax
+from tbo_jax.moe.routing import Routing, attach_loss, top_k_softmax
 
+SOFTMAX = Routing(2)
 LOGITS = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
 
 
@@ -39,14 +40,94 @@ def test_large_logits_give_finite_weights() -> None:
     assert int(ids[0, 0]) == 2
 
 
+def route_one(routing: Routing, logits: np.ndarray, bias: np.ndarray) -> dict[int, float]:
+    """One token, step by step, as the DeepSeek-V3 and ERNIE 4.5 reports describe it."""
+    if routing.score == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    else:
+        scores = np.exp(logits) / np.exp(logits).sum()
+    size = len(logits) // routing.num_groups
+    groups = [list(range(g * size, (g + 1) * size)) for g in range(routing.num_groups)]
+    wanted = scores + bias
+    groups.sort(key=lambda group: -sum(sorted(wanted[group])[-2:]))
+    allowed = [e for group in groups[: routing.groups_per_token] for e in group]
+    chosen = sorted(allowed, key=lambda e: -wanted[e])[: routing.top_k]
+    total = sum(scores[chosen]) if routing.renormalize else 1.0
+    return {e: routing.scale * scores[e] / total for e in chosen}
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(3, "softmax", smallest_sum=1e-12),
+        Routing(3, "sigmoid"),
+        Routing(3, "sigmoid", renormalize=False, scale=2.5),
+        Routing(4, "sigmoid", scale=2.5, num_groups=4, groups_per_token=2),
+        Routing(2, "softmax", renormalize=False, num_groups=3, groups_per_token=1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_routing_against_its_description(routing: Routing, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(20, 12)).astype(np.float32)
+    bias = 0.2 * rng.normal(size=12).astype(np.float32)
+    weights, ids = routing.route(jnp.asarray(logits), jnp.asarray(bias))
+    for token in range(20):
+        expected = route_one(routing, logits[token], bias)
+        assert ids[token].tolist() == list(expected)
+        np.testing.assert_allclose(weights[token], list(expected.values()), rtol=1e-5)
+
+
+def test_negative_scores_of_a_chosen_group_go_before_those_left_out() -> None:
+    """With a strongly negative bias an expert outside must not win by being masked to zero."""
+    routing = Routing(2, "sigmoid", num_groups=2, groups_per_token=1)
+    _, ids = routing.route(jnp.array([[2.0, 1.0, 0.0, 0.0]]), jnp.array([-3.0, -3, -4, -4]))
+    assert ids.tolist() == [[0, 1]]
+
+
+def test_scores_that_vanish_give_finite_weights() -> None:
+    weights, _ = Routing(2, "sigmoid").route(jnp.full((1, 4), -1e4))
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
+def test_the_bias_has_no_gradient() -> None:
+    def loss(bias: jax.Array) -> jax.Array:
+        weights, _ = Routing(2, "sigmoid").route(jnp.asarray(LOGITS), bias)
+        return jnp.sum(weights**2)
+
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.zeros(5)), 0)
+
+
+@pytest.mark.parametrize(
+    ("routing", "message"),
+    [
+        (Routing(9), "9 experts a token, of only 8"),
+        (Routing(2, num_groups=3), "8 experts do not divide into 3 groups"),
+        (Routing(1, num_groups=8), "8 experts do not divide into 8 groups of two or more"),
+        (Routing(2, num_groups=2, groups_per_token=3), "3 groups a token, of only 2"),
+        (Routing(3, num_groups=4), "3 experts a token, of only 2 in 1 of 4 groups"),
+    ],
+)
+def test_routing_that_cannot_be(routing: Routing, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        routing.check(8)
+
+
+def test_balanced_sigmoid_routing_has_a_loss_of_one() -> None:
+    experts = jnp.array([[0, 1], [2, 3], [1, 0], [3, 2]])
+    routing = Routing(2, "sigmoid")
+    assert float(routing.balance_loss(jnp.zeros((4, 4)), experts)) == pytest.approx(1)
+
+
 def test_balanced_routing_has_a_loss_of_one() -> None:
     experts = jnp.array([[0, 1], [2, 3], [1, 0], [3, 2]])
-    assert float(load_balancing_loss(jnp.zeros((4, 4)), experts)) == pytest.approx(1)
+    assert float(SOFTMAX.balance_loss(jnp.zeros((4, 4)), experts)) == pytest.approx(1)
 
 
 def test_collapsed_routing_has_a_loss_of_the_number_of_experts() -> None:
     logits = jnp.tile(jnp.array([[50.0, 0, 0, 0]]), (6, 1))
-    assert float(load_balancing_loss(logits, jnp.zeros((6, 1), jnp.int32))) == pytest.approx(4)
+    assert float(SOFTMAX.balance_loss(logits, jnp.zeros((6, 1), jnp.int32))) == pytest.approx(4)
 
 
 def test_load_balancing_loss_is_share_times_probability() -> None:
@@ -55,12 +136,14 @@ def test_load_balancing_loss_is_share_times_probability() -> None:
     probability = (exp / exp.sum(-1, keepdims=True)).mean(0)
     share = np.bincount(np.asarray(ids).ravel(), minlength=5) / ids.size
     expected = 5 * (probability * share).sum()
-    assert float(load_balancing_loss(jnp.asarray(LOGITS), ids)) == pytest.approx(expected, rel=1e-5)
+    assert float(SOFTMAX.balance_loss(jnp.asarray(LOGITS), ids)) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_gradient_of_the_balancing_loss_lowers_the_busy_expert() -> None:
     experts = jnp.zeros((7, 1), jnp.int32)
-    grad = jax.grad(load_balancing_loss)(jnp.asarray(LOGITS), experts)
+    grad = jax.grad(SOFTMAX.balance_loss)(jnp.asarray(LOGITS), experts)
     assert (np.asarray(grad)[:, 0] > 0).all()
     assert (np.asarray(grad)[:, 1:] < 0).all()
 

@@ -1,0 +1,56 @@
+"""ERNIE 4.5, mixture of experts: the dense model's attention, shared experts, a correction bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tbo_jax.models.architecture import Architecture, ExpertTensors
+from tbo_jax.models.ernie4_5 import THETA
+
+from tbo_jax.layers.config import DecoderConfig, HfConfig
+
+
+def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
+    """The `DecoderConfig` of an ERNIE 4.5 MoE config.json."""
+    hf.expect("use_bias", False, None)
+    hf.expect("moe_gate_act", "softmax", None)
+    hf.expect("moe_use_aux_free", True, None)
+    width = hf.number("moe_intermediate_size")
+    return hf.common(
+        dtype,
+        default_theta=THETA,
+        interleaved_rotary=True,
+        rms_norm_eps=hf.number("rms_norm_eps", 1e-5, float),
+        tie_word_embeddings=hf.flag("tie_word_embeddings", True),
+        # Transformers 5 may write the names in common with other families.
+        num_experts=hf.number("moe_num_experts", hf.values.get("num_experts")),
+        num_experts_per_token=hf.number("moe_k", hf.values.get("num_experts_per_tok")),
+        expert_intermediate_size=width,
+        shared_expert_intermediate_size=width * hf.number("moe_num_shared_experts", 0, least=0),
+        routing_bias=True,
+        min_routing_sum=hf.number("moe_norm_min", 1e-12, float),
+        float32_router=True,
+        dense_layers=dense_layers(hf),
+        num_prediction_layers=hf.number("num_nextn_predict_layers", 0, least=0),
+    )
+
+
+def dense_layers(hf: HfConfig) -> frozenset[int]:
+    """All but every `moe_layer_interval`-th layer between the first and the last index."""
+    layers, period = hf.number("num_hidden_layers"), hf.number("moe_layer_interval", 1)
+    first = hf.number("moe_layer_start_index", 1, least=0)
+    last = hf.number("moe_layer_end_index", -1, least=-1)
+    last = layers - 1 if last == -1 else last
+    return frozenset(i for i in range(layers) if (i + 1) % period or not first <= i <= last)
+
+
+ARCHITECTURE = Architecture(
+    parse_config,
+    ExpertTensors(router_bias="mlp.moe_statics.e_score_correction_bias", router_bias_rank=2),
+    ignored=(  # multi-token prediction
+        "model.mtp_block.",
+        "model.mtp_emb_norm.",
+        "model.mtp_hidden_norm.",
+        "model.mtp_linear_proj.",
+    ),
+)

@@ -1,0 +1,199 @@
+"""The GPU kernel, interpreted on CPU, against a full softmax per sequence in numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tbo_jax import ForwardBatch
+from tbo_jax.attention import gpu_paged
+from tbo_jax.attention.cache import LayerCache
+from tbo_jax.attention.paged import write_pages
+from tbo_jax.attention.work import AttentionWork, plan_attention
+from tests.attention.ragged import Case, Shape, case_of, mixes, reference
+from tests.gpu_lowering import lower_for_gpu
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Of the kernel."""
+
+    query_block: int = 1
+    window: int | None = None
+    soft_cap: float | None = None
+    splits: int = 1
+
+
+@cache
+def compiled(shape: Shape, options: Options) -> Any:
+    """One layer's write and read: batch, cache, queries, keys, values -> output."""
+
+    def attend(batch, cache, queries, keys, values):
+        # The work arrays are longer than needed and hold what an earlier step left there.
+        old = AttentionWork(*(jnp.full(shape.tokens + 3, 4321, jnp.int32) for _ in range(5)))
+        return gpu_paged.paged_attention(
+            queries,
+            write_pages(cache, keys, values, batch),
+            batch,
+            plan_attention(batch, options.query_block, old),
+            query_block=options.query_block,
+            scale=shape.scale,
+            sliding_window=options.window,
+            soft_cap=options.soft_cap,
+            interpret=True,
+        )
+
+    case = case_of(shape, [], [], 0)
+    least = shape.longest // options.splits
+    with mock.patch.multiple(gpu_paged, PROGRAMS=10**6, LEAST_KEYS=least):
+        return (
+            jax.jit(attend)
+            .lower(case.batch, case.cache, case.queries, case.keys, case.values)
+            .compile({"xla_backend_optimization_level": "0"})
+        )
+
+
+def check(case: Case, options: Options) -> None:
+    run = compiled(case.shape, options)
+    out = run(case.batch, case.cache, case.queries, case.keys, case.values)
+    assert out.dtype == case.shape.dtype
+    found, count = np.asarray(out).astype(np.float32), len(case.slots)
+    tolerance = TOLERANCE[out.dtype.name]
+    expected = reference(case, options.window, options.soft_cap)
+    np.testing.assert_allclose(found[:count], expected, atol=tolerance, rtol=tolerance)
+    assert not found[count:].any()
+
+
+SMALL = dict(tokens=12, rows=3)
+# Rows of up to 160 keys: more than two blocks of 64.
+SHAPES = {
+    "group 1": Shape(2, 2, 64, page_size=16, pages_per_row=10, **SMALL),
+    "group 2": Shape(4, 2, 64, page_size=64, pages_per_row=3, **SMALL),
+    "group 3": Shape(6, 2, 80, page_size=16, pages_per_row=10, **SMALL),
+    "group 4": Shape(8, 2, 128, page_size=4, pages_per_row=40, **SMALL),
+    "bfloat16": Shape(8, 2, 128, jnp.bfloat16, page_size=16, pages_per_row=10, **SMALL),
+    "bfloat16, 256": Shape(8, 1, 256, jnp.bfloat16, page_size=64, pages_per_row=3, **SMALL),
+}
+OPTIONS = {
+    "blocks of queries": Options(query_block=8),
+    "split": Options(splits=4),
+    "split blocks": Options(query_block=5, splits=3),
+    "window": Options(query_block=4, window=5),
+    "split window, soft cap": Options(window=70, soft_cap=5.0, splits=4),
+    "soft cap": Options(query_block=8, soft_cap=3.0),
+}
+PAIRS = [
+    ("group 1", "blocks of queries"),
+    ("group 2", "split"),
+    ("group 3", "split blocks"),
+    ("group 4", "split window, soft cap"),
+    ("group 4", "window"),
+    ("bfloat16", "soft cap"),
+    ("bfloat16, 256", "split"),
+]
+
+
+@pytest.mark.parametrize(("shape", "options"), PAIRS)
+@few
+@given(st.data())
+def test_ragged_batches_equal_the_full_softmax(
+    shape: str, options: str, data: st.DataObject
+) -> None:
+    lengths, contexts = data.draw(mixes(SHAPES[shape]))
+    seed, layer = data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0, 1]))
+    check(case_of(SHAPES[shape], lengths, contexts, seed, layer), OPTIONS[options])
+
+
+@pytest.mark.parametrize(("shape", "options"), PAIRS)
+def test_decode_rows_beside_a_chunk(shape: str, options: str) -> None:
+    room = SHAPES[shape].longest
+    check(case_of(SHAPES[shape], [1, 7, 1], [room - 1, 64, 0], 1, layer=1), OPTIONS[options])
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = case_of(SHAPES["group 2"], [3, 1], [140, 170], 6)
+    case = dataclasses.replace(case, queries=case.queries * np.float32(300))
+    run = compiled(case.shape, OPTIONS["split"])
+    out = run(case.batch, case.cache, case.queries, case.keys, case.values)
+    np.testing.assert_allclose(out[:4], reference(case), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("programs", "context", "splits"),
+    [(1, 100, 1), (1, 4096, 8), (128, 4096, 4), (512, 4096, 1), (2000, 4096, 1), (4, 131072, 128)],
+)
+def test_few_rows_with_long_contexts_are_split(programs: int, context: int, splits: int) -> None:
+    assert gpu_paged.num_splits(programs, context) == splits
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "reason"),
+    [
+        (64, 1, None),
+        (96, 5, None),
+        (256, 64, None),
+        (8, 1, "head size 8 is no multiple of 8 from 16 to 256"),
+        (100, 1, "head size 100 is no multiple"),
+        (512, 1, "head size 512 is no multiple"),
+        (128, 65, "65 query heads share a key/value head, expected at most 64"),
+    ],
+)
+def test_unsupported(head_dim: int, group: int, reason: str | None) -> None:
+    found = gpu_paged.unsupported(head_dim, group)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "dtype"),
+    [
+        (16, 64, jnp.bfloat16),
+        (64, 1, jnp.float32),
+        (80, 8, jnp.bfloat16),
+        (96, 3, jnp.float32),
+        (128, 8, jnp.bfloat16),
+        (256, 2, jnp.bfloat16),
+        (256, 8, jnp.float32),
+    ],
+)
+def test_lowers_for_a_gpu(head_dim: int, group: int, dtype: Any) -> None:
+    """Triton takes the shapes of all blocks, of decode and of prefill."""
+    for query_block in (1, gpu_paged.query_block(group)):
+        shape = Shape(2 * group, 2, head_dim, dtype, pages_per_row=4, **SMALL)
+        lower_for_gpu(*abstract_call(shape, query_block))
+
+
+def abstract_call(shape: Shape, query_block: int, pages: int | None = None) -> tuple[Any, Any]:
+    """A call of the kernel, with shapes for arguments."""
+    one = jax.ShapeDtypeStruct(
+        (pages or shape.pages, shape.page_size, shape.kv_heads * shape.head_dim), shape.dtype
+    )
+    batch = ForwardBatch.pack(
+        [], [], [],
+        token_capacity=shape.tokens, sequence_capacity=shape.rows,
+        pages_per_sequence=shape.pages_per_row,
+    )  # fmt: skip
+    arguments = (
+        jax.ShapeDtypeStruct((shape.tokens, shape.heads, shape.head_dim), shape.dtype),
+        LayerCache((one, one), np.int32(0)),
+        batch,
+        AttentionWork.zeros(1, shape.tokens),
+    )
+
+    def call(queries, cache, batch, work):
+        return gpu_paged.paged_attention(
+            queries, cache, batch, work, query_block=query_block, scale=shape.scale
+        )
+
+    return call, arguments

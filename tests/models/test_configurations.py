@@ -1,0 +1,91 @@
+"""What the architectures read from config.json, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import pytest
+from tbo_jax.models import find_architecture
+
+from tbo_jax.layers.config import DecoderConfig, HfConfig
+from tests.golden_cases import DATA
+
+
+def parse(case: str, **changes) -> DecoderConfig:
+    """The configuration of a golden case with keys changed; `...` takes a key away."""
+    values = json.loads((DATA / case / "config.json").read_text()) | changes
+    values = {key: value for key, value in values.items() if value is not ...}
+    return find_architecture(values["model_type"]).parse_config(HfConfig(values, "x"), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("qwen2_moe", {"use_sliding_window": True}, "x: use_sliding_window=True is not supported"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": ...}, "shared_expert_.* is missing"),
+        ("qwen2_moe", {"mlp_only_layers": [2]}, r"mlp_only_layers must list layers below 2: \[2\]"),
+        ("qwen2_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ("glm4_moe", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
+        ("glm4_moe", {"n_group": 5}, "x: 12 experts do not divide into 5 groups"),
+        ("glm4_moe", {"topk_group": 5}, "x: 5 groups a token, of only 4"),
+        ("glm4_moe", {"num_experts_per_tok": 7}, "x: 7 experts a token, of only 6 in 2 of 4"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace must be at least 0"),
+        ("glm4_moe", {"partial_rotary_factor": 1.5}, "must be above 0, at most 1, got 1.5"),
+        ("glm4_moe", {"partial_rotary_factor": 0.2}, "3 dimensions of a head of 16 would be"),
+        ("ernie4_5", {"use_bias": "no"}, "use_bias must be true or false, got 'no'"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not supported, expected False"),
+        ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "moe_gate_act='sigmoid' is not supported"),
+        ("ernie4_5_moe", {"moe_use_aux_free": False}, "moe_use_aux_free=False is not supported"),
+        ("ernie4_5_moe", {"moe_num_experts": [64, 64]}, "moe_num_experts must be int"),
+        ("ernie4_5_moe", {"moe_k": 9}, "x: 9 experts a token, of only 8"),
+        ("ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index must be at least -1"),
+    ],
+)
+def test_refused(case, changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse(case, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, [1, 2, 3, 4, 5]),
+        ({"moe_layer_start_index": 0}, [0, 1, 2, 3, 4, 5]),
+        ({"moe_layer_start_index": 3, "moe_layer_end_index": 4}, [3, 4]),
+        ({"moe_layer_interval": 2}, [1, 3, 5]),
+        ({"moe_layer_interval": 2, "moe_layer_end_index": 4}, [1, 3]),
+    ],
+)
+def test_layers_of_ernie_with_experts(changes, sparse):
+    base = {"num_hidden_layers": 6, "moe_layer_end_index": -1}
+    config = parse("ernie4_5_moe", **(base | changes))
+    assert [i for i in range(6) if config.is_sparse(i)] == sparse
+
+
+@pytest.mark.parametrize(("dense", "sparse"), [(0, [0, 1, 2]), (2, [2]), (9, [])])
+def test_first_layers_of_glm_are_dense(dense, sparse):
+    config = parse("glm4_moe", first_k_dense_replace=dense)
+    assert [i for i in range(3) if config.is_sparse(i)] == sparse
+
+
+def test_no_shared_experts():
+    assert parse("glm4_moe", n_shared_experts=0).shared_expert_intermediate_size == 0
+    assert parse("ernie4_5_moe", moe_num_shared_experts=...).shared_expert_intermediate_size == 0
+
+
+def test_keys_of_both_generations_of_files_mean_the_same():
+    """Partial rotation and theta stand at the top, or in `rope_parameters`."""
+    new = {"rope_parameters": {"rope_theta": 5e4, "rope_type": "default"}}
+    new["rope_parameters"]["partial_rotary_factor"] = 0.25
+    old = {"rope_theta": 5e4, "partial_rotary_factor": 0.25}
+    absent = {"rope_theta": ..., "rope_scaling": ..., "partial_rotary_factor": ...}
+    first, second = parse("glm4_moe", **old), parse("glm4_moe", **(absent | new))
+    assert first == second
+    assert first.rotary.dim == 4
+    assert parse("glm4_moe", **absent).rotary.dim == 8
+
+
+def test_theta_of_ernie_where_the_file_has_none():
+    assert parse("ernie4_5_moe", rope_theta=...).rotary.theta == 500000.0
