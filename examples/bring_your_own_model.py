@@ -61,7 +61,7 @@ class Block(nnx.Module):
     def run_experts(self, carry, received, cache, exchange):
         rows, experts, weights = exchange.unpack(received)
         results = apply_experts(rows, experts, weights, self.gate_up[...], self.down[...])
-        return carry, exchange.pack_results(results), cache
+        return carry, exchange.pack_results(results, received), cache
 
     def merge(self, carry, received, exchange):
         x, slots = carry

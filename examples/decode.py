@@ -24,6 +24,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from tbo_jax import LLM, Completion, SamplingParams, TokenEvent
+from tbo_jax.moe.exchange import Transport
+from tbo_jax.moe.message import DispatchDtype
 from tbo_jax.progress import progress_bar
 from tbo_jax.sampling_params import MAX_SEED
 
@@ -67,6 +69,10 @@ class Arguments:
     """Tokens of a page of the key/value cache."""
     scanned: bool = False
     """One loop over stacked layers: compiles in a fraction of the time, decodes slower."""
+    transport: Transport = "all_to_all"
+    """How tokens travel to the devices of their experts."""
+    dispatch_dtype: DispatchDtype | None = None
+    """Round what travels to the experts to 8 bits."""
     json: bool = False
     """Print JSON lines instead of text."""
     quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
@@ -173,6 +179,8 @@ def decode(args: Arguments) -> int:
         max_sequences=min(MOST_SEQUENCES, -(-len(prompts) // max(devices, 1))),
         page_size=args.page_size,
         scanned=args.scanned,
+        transport=args.transport,
+        dispatch_dtype=args.dispatch_dtype,
         show_progress=not args.quiet,
     )
     inputs: list[Any] = list(prompts)

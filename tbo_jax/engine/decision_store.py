@@ -45,6 +45,7 @@ def decision_key(runner: ModelRunner, bucket: Bucket) -> dict[str, Any]:
         "cache": asdict(runner.cache),
         "bucket": asdict(bucket),
         "transport": runner.transport,
+        "dispatch_dtype": runner.dispatch_dtype,
         "scanned": runner.scanned,
         "logits": runner.logits,
         "num_micro_batches": runner.overlap.num_micro_batches,

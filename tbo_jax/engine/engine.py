@@ -1,28 +1,23 @@
-"""The decode loop: schedule, run the model, sample, commit, stream text."""
+"""The decode loop: schedule, dispatch, read the tokens, commit, stream text."""
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
-from tbo_jax.batch import ForwardBatch, stack_batches
-from tbo_jax.engine.decide import decide
-from tbo_jax.engine.plan import ScheduledSequence, StepPlan
+from tbo_jax.engine.dispatch import DispatchedStep, Dispatcher
+from tbo_jax.engine.plan import StepPlan
 from tbo_jax.engine.request import FinishReason, Request
-from tbo_jax.engine.sampler import compile_sampler
 from tbo_jax.engine.scheduler import Scheduler
 from tbo_jax.engine.trial import Timer
 from tbo_jax.runner import ModelRunner
-from tbo_jax.sampling import SamplingInputs
 from tbo_jax.sampling_params import MAX_SEED, SamplingParams
-from tbo_jax.shapes import Bucket, sizes_between
+from tbo_jax.shapes import Bucket
 from tbo_jax.text import TextStream, Tokenizer
 
 
@@ -41,14 +36,19 @@ class TokenEvent:
 
 @dataclass(slots=True)
 class EngineStatistics:
-    """Counts and times since the engine was made. Times in seconds."""
+    """Counts and times since the engine was made. Times in seconds.
+
+    A step that was dispatched, and whose requests all turned out to be over, does not count.
+    """
 
     steps: int = 0
     steps_split: int = 0  # run as several micro-batches
+    steps_ahead: int = 0  # dispatched before the tokens of the step before were read
     generated_tokens: int = 0  # without end-of-sequence tokens
     prompt_tokens: int = 0
     step_seconds: float = 0.0
     compile_seconds: float = 0.0
+    link_bytes: int = 0  # sent by a device to others; with a ragged transport the most it can be
     steps_by_bucket: dict[str, int] = field(default_factory=dict)
     # Of USE_TBO=auto, by bucket: micro_batches, seconds by their number, and the reason.
     decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -64,12 +64,12 @@ class _Running:
 
 
 class Engine:
-    """Requests in, tokens out; holds the attention buffers and hands them from step to step.
+    """Requests in, tokens out.
 
-    Every step has the shape of one of a few buckets, all compiled by `warm_up`. A step with one
-    token a sequence takes the smallest decode bucket that holds its rows, any other the smallest
-    prefill bucket that holds its tokens. The bucket is chosen from the counts of all ranks, so
-    that all of them run the same program.
+    With `look_ahead` the device does not wait for the host: while it runs a step, the next one is
+    planned and dispatched, with the tokens of the first taken from where they are, on the device.
+    Only then the host waits for them and makes text of them. What the next step computed for a
+    request that they end is thrown away. Tokens and text are those of an engine without it.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Engine:
         *,
         max_sequences: int,
         max_context: int,
+        look_ahead: bool = True,
     ):
         """Args:
         runner: compiles and runs the step.
@@ -87,12 +88,15 @@ class Engine:
         end_of_sequence: ids that end a generation.
         max_sequences: most sequences of one step on one rank.
         max_context: most tokens of a request, prompt and generated together.
+        look_ahead: dispatch a step before the tokens of the one before are read, except where it
+            has to preempt.
         """
         self.runner = runner
         self.tokenizer = tokenizer
         self.end_of_sequence = end_of_sequence
         self.max_sequences = max_sequences
         self.max_context = max_context
+        self.look_ahead = look_ahead
         cache = runner.cache
         self.scheduler = Scheduler(
             runner.mesh.size,
@@ -103,18 +107,15 @@ class Engine:
             max_context,
         )
         self.statistics = EngineStatistics()
-        self._buffers = runner.allocate()
-        self._samplers: dict[int, jax.stages.Compiled] = {}
+        self._dispatcher = Dispatcher(runner, max_sequences)
+        self._dispatched: DispatchedStep | None = None  # ahead, its tokens not read
         self._running: dict[int, _Running] = {}
         self._next_id = 0
-        rows, tokens = sizes_between(1, max_sequences, 2), sizes_between(16, cache.max_tokens, 4)
-        self._decode_buckets = [Bucket(n, n, True) for n in rows]
-        self._prefill_buckets = [Bucket(n, max_sequences) for n in tokens]
 
     @property
     def buckets(self) -> list[Bucket]:
         """The shapes of all steps."""
-        return [*self._decode_buckets, *self._prefill_buckets]
+        return self._dispatcher.buckets
 
     def warm_up(
         self, progress: Callable[[int, int], None] | None = None, timer: Timer | None = None
@@ -131,17 +132,10 @@ class Engine:
             RuntimeError: steps would be timed, and overwrite the pages of unfinished requests.
         """
         start = time.perf_counter()
-        if self.runner.overlap.mode == "auto":
-            if self.has_work:
-                raise RuntimeError("warm_up would overwrite the pages of unfinished requests")
-            decisions, self._buffers = decide(
-                self.runner, self.buckets, self._buffers, timer=timer, progress=progress
-            )
-            self.statistics.decisions = {str(b): d.to_json() for b, d in decisions.items()}
-        else:
-            self.runner.compile_all(self.buckets, progress)
-        for bucket in self.buckets:
-            self._sampler(bucket.sequences)
+        if self.runner.overlap.mode == "auto" and self.has_work:
+            raise RuntimeError("warm_up would overwrite the pages of unfinished requests")
+        decisions = self._dispatcher.compile_all(progress, timer, look_ahead=self.look_ahead)
+        self.statistics.decisions = {str(b): d.to_json() for b, d in decisions.items()}
         self.statistics.compile_seconds += time.perf_counter() - start
 
     def add(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
@@ -174,94 +168,72 @@ class Engine:
         """Forget a request, whatever its state."""
         if self._running.pop(request_id, None) is not None:
             self.scheduler.abort(request_id)
+            self._drop_dead_step()
 
     def check(self) -> None:
         """Verify the books of pages and tokens; RuntimeError names what does not add up."""
         self.scheduler.check()
 
     def step(self) -> list[TokenEvent]:
-        """Run one step over all ranks; returns an event for each sampled token."""
+        """Finish one step over all ranks; returns an event for each token that it sampled."""
         start = time.perf_counter()
-        plan = self.scheduler.schedule()
         try:
-            events = self._run(plan)
+            events = self._step()
         except BaseException:
-            self._give_up(plan)
+            self._give_up()
             raise
         self.statistics.step_seconds += time.perf_counter() - start
         return events
 
-    def _give_up(self, plan: StepPlan) -> None:
-        """A step was interrupted or failed: drop all requests, and be ready for new ones.
-
-        The buffers were donated to the step, so the cache may be gone.
-        """
-        with contextlib.suppress(RuntimeError):  # it was committed already
-            self.scheduler.discard(plan)
-        for request_id in list(self._running):
-            self.abort(request_id)
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._buffers)):
-            self._buffers = self.runner.allocate()
-
-    def _run(self, plan: StepPlan) -> list[TokenEvent]:
-        bucket = self._bucket(plan)
-        batch = stack_batches([self._pack(rank, bucket) for rank in plan.ranks])
-        logits, self._buffers = self.runner.step(bucket, self._buffers, batch)
-        inputs = [self._sampling_inputs(rank, bucket.sequences) for rank in plan.ranks]
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *inputs)
-        tokens = np.asarray(self._sampler(bucket.sequences)(logits, stacked))
-        events = self._commit(plan, tokens)
-        self._count(bucket)
+    def _step(self) -> list[TokenEvent]:
+        step = self._dispatched or self._dispatch()
+        self._dispatched = None
+        if step is None:
+            return []
+        if self.look_ahead:
+            self.scheduler.advance(step.plan)
+            if not self.scheduler.must_preempt:
+                self._dispatched = self._dispatch(step)
+        tokens = np.asarray(step.tokens)
+        self._count(step)
+        events = self._commit(step.plan, tokens)
+        self._drop_dead_step()
         return events
 
-    def _bucket(self, plan: StepPlan) -> Bucket:
-        rows = max(len(rank) for rank in plan.ranks)
-        tokens = max(plan.num_tokens)
-        if all(sequence.num_tokens == 1 for sequence in plan.sequences):
-            return next(b for b in self._decode_buckets if b.sequences >= rows)
-        return next(b for b in self._prefill_buckets if b.tokens >= tokens)
+    def _dispatch(self, before: DispatchedStep | None = None) -> DispatchedStep | None:
+        """Plan and start the next step; None if there is nothing to compute."""
+        plan = self.scheduler.schedule()
+        if not plan.sequences:
+            self.scheduler.discard(plan)
+            return None
+        seeds = {
+            s.request.request_id: self._running[s.request.request_id].seed for s in plan.sequences
+        }
+        return self._dispatcher.dispatch(plan, seeds, before)
 
-    def _pack(self, sequences: Sequence[ScheduledSequence], bucket: Bucket) -> ForwardBatch:
-        requests = [s.request for s in sequences]
-        starts = [r.num_computed for r in requests]
-        return ForwardBatch.pack(
-            [
-                s.request.token_ids[start : start + s.num_tokens]
-                for s, start in zip(sequences, starts, strict=True)
-            ],
-            starts,
-            [r.pages for r in requests],
-            token_capacity=bucket.tokens,
-            sequence_capacity=bucket.sequences,
-            pages_per_sequence=self.runner.cache.pages_per_sequence,
-        )
+    def _drop_dead_step(self) -> None:
+        """Do not wait for a step of which nothing is wanted any more."""
+        if self._dispatched is not None and self._dispatched.plan.is_dead:
+            self.scheduler.discard(self._dispatched.plan)
+            self._dispatched = None
 
-    def _sampling_inputs(self, sequences: Sequence[ScheduledSequence], rows: int) -> SamplingInputs:
-        requests = [s.request for s in sequences]
-        return SamplingInputs.from_rows(
-            [r.params for r in requests],
-            [self._running[r.request_id].seed for r in requests],
-            [r.num_generated for r in requests],
-            rows,
-        )
-
-    def _sampler(self, rows: int) -> jax.stages.Compiled:
-        """The compiled sampler of `rows` rows a rank: logits [R, B, V], inputs -> tokens [R, B]."""
-        if rows not in self._samplers:
-            vocab_size = self.runner.config.vocab_size
-            self._samplers[rows] = compile_sampler(self.runner.mesh, rows, vocab_size)
-        return self._samplers[rows]
+    def _give_up(self) -> None:
+        """A step was interrupted or failed: drop all requests, and be ready for new ones."""
+        self._dispatched = None
+        self._running.clear()
+        self.scheduler.reset()
+        self._dispatcher.recover()
 
     def _commit(self, plan: StepPlan, tokens: np.ndarray) -> list[TokenEvent]:
-        """Book the sampled tokens [R, B], and turn them into text."""
+        """Book the sampled tokens [R, W], and turn them into text."""
         sampled: dict[int, int] = {}
         text: dict[int, str] = {}
         stopped: set[int] = set()
         for rank, sequences in enumerate(plan.ranks):
             for row, sequence in enumerate(sequences):
-                if not sequence.samples:
-                    continue
                 request = sequence.request
+                if not sequence.samples or request.is_finished:
+                    continue
                 token = int(tokens[rank, row])
                 sampled[request.request_id] = token
                 running = self._running[request.request_id]
@@ -289,10 +261,12 @@ class Engine:
         running = self._running.pop(request_id)
         return running.request, running.stream.text
 
-    def _count(self, bucket: Bucket) -> None:
+    def _count(self, step: DispatchedStep) -> None:
         stats = self.statistics
-        count = self.runner.micro_batches(bucket)
+        count = self.runner.micro_batches(step.bucket)
         stats.steps += 1
         stats.steps_split += count > 1
-        name = f"{bucket} x{count}"
+        stats.steps_ahead += step.ahead
+        stats.link_bytes += self.runner.link_bytes(step.bucket)
+        name = f"{step.bucket} x{count}"
         stats.steps_by_bucket[name] = stats.steps_by_bucket.get(name, 0) + 1

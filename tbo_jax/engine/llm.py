@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tbo_jax.buffers import kv_bytes_per_page
 from tbo_jax.checkpoint.hub import resolve_model
 from tbo_jax.checkpoint.load import load_model, read_config
 from tbo_jax.config import OverlapConfig
+from tbo_jax.engine.cache_size import default_num_pages
 from tbo_jax.engine.engine import Engine, TokenEvent
 from tbo_jax.engine.request import FinishReason
 from tbo_jax.folders import cache_folder
-from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.moe.exchange import Transport
+from tbo_jax.moe.message import DispatchDtype
 from tbo_jax.progress import progress_bar
 from tbo_jax.runner import ModelRunner
 from tbo_jax.sampling_params import SamplingParams
@@ -32,8 +32,6 @@ from tbo_jax.text import Tokenizer, end_of_sequence_ids
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, token ids, or chat messages
 DTYPES: dict[str, Any] = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
-CPU_CACHE_BYTES = 1 << 30  # default size of the key/value caches of all CPU devices together
-ACCELERATOR_CACHE_SHARE = 0.9  # of the memory that the weights leave free
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +66,8 @@ class LLM:
         num_pages: int | None = None,
         scanned: bool = False,
         transport: Transport = "all_to_all",
+        dispatch_dtype: DispatchDtype | None = None,
+        look_ahead: bool = True,
         compilation_cache: bool = True,
         show_progress: bool = False,
     ):
@@ -89,7 +89,10 @@ class LLM:
                 1 GiB on CPU and 90 % of the free memory on an accelerator.
             scanned: one loop over stacked layers instead of unrolled ones: compiles in a fraction
                 of the time, and copies each layer's weights in every step on CPU and GPU.
-            transport: of the expert exchange.
+            transport: of the expert exchange (`moe.exchange` has a table).
+            dispatch_dtype: round what travels to the experts to 8 bits, "float8_e4m3fn" or "int8",
+                with a scale for each token: half the bytes of bfloat16, and other text.
+            look_ahead: dispatch a step before the tokens of the one before are read (`Engine`).
             compilation_cache: keep compiled programs in the user's cache folder, unless JAX is
                 configured to keep them elsewhere already.
             show_progress: bars on stderr while loading and compiling.
@@ -131,7 +134,7 @@ class LLM:
         self.load_seconds = time.perf_counter() - start
         longest = config.max_position_embeddings if max_context is None else max_context
         if num_pages is None:
-            num_pages = _default_pages(config, self.mesh, page_size, max_sequences, longest)
+            num_pages = default_num_pages(config, self.mesh, page_size, max_sequences, longest)
         held = (num_pages - 1) * page_size
         if max_context is not None and max_context > held:
             raise ValueError(
@@ -144,6 +147,7 @@ class LLM:
             mesh=self.mesh,
             overlap=self.overlap,
             transport=transport,
+            dispatch_dtype=dispatch_dtype,
         )
         self.engine = Engine(
             runner,
@@ -151,6 +155,7 @@ class LLM:
             end_of_sequence,
             max_sequences=max_sequences,
             max_context=longest,
+            look_ahead=look_ahead,
         )
         with progress_bar("compiling", show_progress) as update:
             self.engine.warm_up(update)
@@ -234,12 +239,18 @@ class LLM:
 
     @property
     def statistics(self) -> dict[str, Any]:
-        """Counts and times since this object was made, seconds and tokens."""
-        stats, seconds = self.engine.statistics, self._generate_seconds
-        rate = stats.generated_tokens / seconds if seconds else 0.0
+        """Counts and times since this object was made, seconds and tokens.
+
+        `link_bytes` is what a device sent to others, padding included. With the ragged transport
+        it is `link_bytes_at_most`, as if every token had its experts on as many devices as can be.
+        """
+        stats, seconds = asdict(self.engine.statistics), self._generate_seconds
+        if self.engine.runner.transport == "ragged_all_to_all":
+            stats["link_bytes_at_most"] = stats.pop("link_bytes")
+        rate = stats["generated_tokens"] / seconds if seconds else 0.0
         return {
             "use_tbo": {"off": 0, "on": 1, "auto": "auto"}[self.overlap.mode],
-            **asdict(stats),
+            **stats,
             "preemptions": self.engine.scheduler.statistics.preemptions,
             "seconds": seconds,
             "tokens_per_second": rate,
@@ -272,23 +283,3 @@ def _make_devices(count: int | None) -> Mesh:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
     return make_mesh(count)
-
-
-def _default_pages(
-    config: DecoderConfig, mesh: Mesh, page_size: int, max_sequences: int, max_context: int
-) -> int:
-    """Pages for `max_sequences` full contexts, or as many as there is memory for."""
-    device = mesh.devices.flat[0]
-    memory = device.memory_stats() if device.platform != "cpu" else None
-    if memory and "bytes_limit" in memory:
-        budget = (memory["bytes_limit"] - memory["bytes_in_use"]) * ACCELERATOR_CACHE_SHARE
-    else:
-        budget = CPU_CACHE_BYTES / mesh.size
-    wanted = max_sequences * -(-max_context // page_size) + 1
-    affordable = int(budget // kv_bytes_per_page(config, page_size))
-    if affordable < 2:
-        raise ValueError(
-            f"no memory for the key/value cache: {budget / 2**20:.0f} MiB hold no 2 pages of "
-            f"{page_size} tokens; take fewer tokens a page, or more devices"
-        )
-    return min(wanted, affordable)

@@ -32,6 +32,26 @@ class StepPlan:
         """Those of all ranks, rank after rank."""
         return [s for rank in self.ranks for s in rank]
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether all of its requests have finished since it was made; true if it has none."""
+        return all(s.request.is_finished for s in self.sequences)
+
+
+class RankStep:
+    """A rank's part of a plan under construction."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.sequences: list[ScheduledSequence] = []
+
+    def add(self, request: Request) -> None:
+        """Schedule as many of its tokens as the budget has room for."""
+        num_tokens = min(request.num_uncomputed, self.budget)
+        self.budget -= num_tokens
+        samples = num_tokens == request.num_uncomputed
+        self.sequences.append(ScheduledSequence(request, num_tokens, samples))
+
 
 @dataclass(slots=True)
 class SchedulerStatistics:

@@ -25,6 +25,15 @@ class Rank:
         """
         return self.pages.num_free - len(self.running)
 
+    @property
+    def wants(self) -> int:
+        """Pages that its decodes are short of for the tokens sampled last."""
+        return sum(
+            self._pages_for(request.num_tokens) - len(request.pages)
+            for request in self.running
+            if not request.is_prefill
+        )
+
     def place(self, request: Request) -> bool:
         """Start a request with pages for all its tokens; False if no row or pages are to spare."""
         needed = self._pages_for(request.num_tokens)

@@ -10,6 +10,11 @@ from tbo_jax.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "error"]
 
 
+def unread_token(row: int) -> int:
+    """What stands for the token that a row of the step before samples: a number below 0."""
+    return -1 - row
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request and its progress. The scheduler owns every field after the first three.
@@ -37,8 +42,13 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far: the prompt's and the generated ones."""
+        """Tokens so far: the prompt's and the generated ones, one that is not read yet included."""
         return len(self.token_ids)
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the last token is still on the device; its place is held by `unread_token`."""
+        return self.token_ids[-1] < 0
 
     @property
     def num_generated(self) -> int:

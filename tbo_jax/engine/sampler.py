@@ -1,8 +1,9 @@
-"""The compiled sampler of a step, over all ranks."""
+"""The small programs around a step, over all ranks: its sampler, and what hands its tokens on."""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -10,19 +11,46 @@ from tbo_jax.sampling import SamplingInputs, sample
 from tbo_jax.sharding import RANKS
 
 
-def compile_sampler(mesh: Mesh, rows: int, vocab_size: int) -> jax.stages.Compiled:
-    """Compile the sampler of `rows` rows a rank: logits [R, B, V], inputs -> tokens [R, B]."""
-    spec = PartitionSpec(RANKS)
-    placed = NamedSharding(mesh, spec)
+def compile_sampler(mesh: Mesh, rows: int, vocab_size: int, width: int) -> jax.stages.Compiled:
+    """Compile the sampler of `rows` rows a rank: logits [R, B, V], inputs -> tokens, padded tokens.
+
+    The tokens are int32 [R, B]. Padded with zeros to `width` they are [R, W], so that
+    `compile_feed` needs not be told the number of rows.
+    """
+    placed = NamedSharding(mesh, PartitionSpec(RANKS))
 
     def per_rank(logits, inputs):
-        return sample(logits[0], jax.tree.map(lambda leaf: leaf[0], inputs))[None]
+        tokens = sample(logits[0], jax.tree.map(lambda leaf: leaf[0], inputs))
+        return tokens[None], jnp.pad(tokens, (0, width - rows))[None]
 
-    run = jax.shard_map(per_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     idle = SamplingInputs.from_rows([], [], [], rows)
     example = jax.tree.map(lambda leaf: np.stack([leaf] * mesh.size), idle)
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed),
         (jax.ShapeDtypeStruct((mesh.size, rows, vocab_size), np.float32), example),
     )
-    return jax.jit(run).lower(*abstract).compile()
+    return _over_ranks(mesh, per_rank).lower(*abstract).compile()
+
+
+def compile_feed(mesh: Mesh, tokens: int, width: int) -> jax.stages.Compiled:
+    """Compile what puts tokens into the next step: ids [R, T], padded tokens [R, W] -> ids [R, T].
+
+    An id below 0, an `unread_token`, is replaced by the token of the row that it names, which the
+    host thus needs not know.
+    """
+    placed = NamedSharding(mesh, PartitionSpec(RANKS))
+
+    def per_rank(ids, sampled):
+        return jnp.where(ids < 0, jnp.take(sampled[0], -1 - ids, mode="clip"), ids)
+
+    shapes = (mesh.size, tokens), (mesh.size, width)
+    abstract = [jax.ShapeDtypeStruct(shape, np.int32, sharding=placed) for shape in shapes]
+    return _over_ranks(mesh, per_rank).lower(*abstract).compile()
+
+
+def _over_ranks(mesh: Mesh, per_rank):
+    """Jit a function of one rank's leaves [1, ...] over the ranks."""
+    spec = PartitionSpec(RANKS)
+    run = jax.shard_map(per_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    # Explicit: inferred shardings of axes of size one get lost, and the next program would refuse.
+    return jax.jit(run, out_shardings=NamedSharding(mesh, spec))

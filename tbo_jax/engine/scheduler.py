@@ -21,6 +21,12 @@ No request starves. Take the oldest unfinished one.
   they have finished; if it never ran, all that ran is older and has finished. Nothing younger is
   admitted before it. So there is an empty rank.
 It has finitely many tokens, so it finishes, and the next one is the oldest.
+
+A step can be planned while the tokens of the last are still on the device (`advance`), as if no
+request stopped but those whose length is reached. One that did stop leaves a dead row in the plan.
+Its pages can go to others at once, although the dead row writes to them: the device runs the steps
+in order, each taking the cache that the one before returns, so whoever gets the pages writes later,
+and reads only what it wrote. Nothing is preempted ahead: its tokens are needed to admit it again.
 """
 
 from __future__ import annotations
@@ -28,13 +34,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 
-from tbo_jax.engine.plan import ScheduledSequence, SchedulerStatistics, StepPlan
+from tbo_jax.engine.limits import Limits
+from tbo_jax.engine.plan import RankStep, SchedulerStatistics, StepPlan
 from tbo_jax.engine.rank import Rank, arrival_of
-from tbo_jax.engine.request import FinishReason, Request
+from tbo_jax.engine.request import FinishReason, Request, unread_token
 
 
 class Scheduler:
     """Requests in, step plans out. `add`, then in turn `schedule`, run the model, `commit`.
+
+    A step ahead: `schedule`, then in turn `advance`, `schedule` the next, `commit` the first.
 
     Args:
         num_ranks: ranks, each with its own pages and rows.
@@ -56,26 +65,17 @@ class Scheduler:
         max_tokens: int,
         max_context: int,
     ) -> None:
-        sizes = {"num_ranks": num_ranks, "page_size": page_size, "max_sequences": max_sequences}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; expected 1 or more")
-        if max_tokens < max_sequences:
-            raise ValueError(
-                f"max_tokens is {max_tokens}; expected at least max_sequences, {max_sequences}, "
-                "so that a step has room for every row's next token"
-            )
-        if max_context < 2:
-            raise ValueError(f"max_context is {max_context}; expected 2 or more")
-        self.max_tokens = max_tokens
-        self.max_context = max_context
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks is {num_ranks}; expected 1 or more")
+        self.limits = Limits(page_size, num_pages, max_sequences, max_tokens, max_context)
         self.statistics = SchedulerStatistics()
         self._ranks = [Rank(i, num_pages, page_size, max_sequences) for i in range(num_ranks)]
-        self._pool_tokens = self._ranks[0].pages.capacity * page_size
         self._requests: dict[int, Request] = {}  # the unfinished ones
         self._waiting: deque[Request] = deque()  # oldest first
+        self._ending: list[Request] = []  # all computed, and the last token is not read yet
         self._num_arrived = 0
         self._open_plan: StepPlan | None = None
+        self._unread_plan: StepPlan | None = None  # advanced, not committed
 
     @property
     def has_work(self) -> bool:
@@ -87,7 +87,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._requests) - len(self._waiting)
+        return sum(len(rank.running) for rank in self._ranks)
+
+    @property
+    def must_preempt(self) -> bool:
+        """Whether the next step is short of pages, and with that cannot be planned ahead."""
+        return any(rank.wants > rank.pages.num_free for rank in self._ranks)
 
     @property
     def num_free_pages(self) -> tuple[int, ...]:
@@ -101,37 +106,28 @@ class Scheduler:
         not new, or its prompt is empty or leaves no room for a token in the context or a rank's
         pages.
         """
-        name, length = f"request {request.request_id}", len(request.prompt_token_ids)
+        name = f"request {request.request_id}"
         if request.request_id in self._requests:
             raise ValueError(f"{name} exists already and is unfinished; expected another id")
         if request.arrival is not None or request.is_finished:
             raise ValueError(f"{name} was added before; expected a new one")
-        if length == 0:
-            raise ValueError(f"{name} has an empty prompt; expected 1 token or more")
-        if length > self.max_context - 1:
-            raise ValueError(
-                f"{name} has a prompt of {length} tokens; expected at most {self.max_context - 1}, "
-                f"which leaves room for one more in a context of {self.max_context}"
-            )
-        if length > self._pool_tokens - 1:
-            raise ValueError(
-                f"{name} has a prompt of {length} tokens; expected at most "
-                f"{self._pool_tokens - 1}, which leaves room for one more in the "
-                f"{self._pool_tokens} of a rank's pages"
-            )
+        self.limits.check_prompt(request)
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self._requests[request.request_id] = request
         self._waiting.append(request)
 
     def schedule(self) -> StepPlan:
-        """Plan the next step and take its pages; `commit` or `discard` it before the next one.
+        """Plan a step and take its pages; `advance`, `commit` or `discard` it before the next one.
 
-        The plan is empty only if there is no work. RuntimeError if the last plan is still open.
+        The plan is empty only if there is nothing to compute. RuntimeError if the last plan is
+        still open, or if this one has to preempt and the tokens of an advanced one are not known.
         """
         if self._open_plan is not None:
-            raise RuntimeError("the last plan was neither committed nor discarded")
-        steps = [_RankStep(self.max_tokens) for _ in self._ranks]
+            raise RuntimeError("the last plan is open: neither committed nor discarded")
+        if self._unread_plan is not None and self.must_preempt:
+            raise RuntimeError("a step that must preempt is not planned before the last's commit")
+        steps = [RankStep(self.limits.max_tokens) for _ in self._ranks]
         for rank, step in zip(self._ranks, steps, strict=True):
             for request in [r for r in rank.running if not r.is_prefill]:
                 if request.rank is not None and self._grow(rank, request):
@@ -141,18 +137,46 @@ class Scheduler:
                     step.add(request)
         self._admit(steps)
         plan = StepPlan(tuple(tuple(step.sequences) for step in steps))
-        if self._requests and not plan.sequences:
+        if len(self._requests) > len(self._ending) and not plan.sequences:
             raise RuntimeError(f"{len(self._requests)} requests are unfinished and none can run")
         self._open_plan = plan
         return plan
 
+    def advance(self, plan: StepPlan) -> None:
+        """Go on as if the plan was run and no new token stopped a request; then `commit` it.
+
+        An `unread_token` stands for each new token until then. A request whose length ends with it
+        gives up its rank and pages. RuntimeError if this is not the open plan, or another one was
+        advanced and not committed.
+        """
+        self._expect_open(plan)
+        if self._unread_plan is not None:
+            raise RuntimeError("the plan advanced before was not committed")
+        self._open_plan, self._unread_plan = None, plan
+        for rank, sequences in zip(self._ranks, plan.ranks, strict=True):
+            for row, sequence in enumerate(sequences):
+                request = sequence.request
+                if request.is_finished:
+                    continue
+                if request.is_prefill:
+                    self.statistics.prefill_tokens += sequence.num_tokens
+                else:
+                    self.statistics.decode_tokens += sequence.num_tokens
+                request.num_computed += sequence.num_tokens
+                if not sequence.samples:
+                    continue
+                request.token_ids.append(unread_token(row))
+                if self.limits.is_reached(request):
+                    rank.release(request)
+                    self._ending.append(request)
+
     def commit(
         self, plan: StepPlan, sampled: Mapping[int, int], stopped: Collection[int] = ()
     ) -> list[Request]:
-        """Record that the plan was run; returns the requests that it finishes, in plan order.
+        """Record what the plan gave; returns the requests that it finishes, in plan order.
 
         Args:
-            plan: the last one of `schedule`.
+            plan: the advanced one, or if there is none the last one of `schedule`.
             sampled: request id -> new token, of every sequence that samples.
             stopped: ids of requests that their new token ends (end of sequence, a stop string).
                 They finish with "stop". Others finish with "length" when they have all the tokens
@@ -161,7 +185,8 @@ class Scheduler:
         Sequences whose request was finished or aborted since `schedule` are passed over. Raises
         RuntimeError for another plan; ValueError, changing nothing, for ids that do not match it.
         """
-        self._expect_open(plan)
+        if plan is not self._unread_plan:
+            self._expect_open(plan)
         sampling = {s.request.request_id: s.request for s in plan.sequences if s.samples}
         required = {i for i, request in sampling.items() if not request.is_finished}
         if not required <= sampled.keys() <= sampling.keys():
@@ -170,27 +195,18 @@ class Scheduler:
             )
         if not sampled.keys() >= set(stopped):
             raise ValueError(f"requests {sorted(stopped)} stopped; expected some of the sampled")
-        self._open_plan = None
+        if plan is not self._unread_plan:
+            self.advance(plan)
+        self._unread_plan = None
         self.statistics.steps += 1
         finished = []
-        for sequence in plan.sequences:
-            request = sequence.request
+        for request_id, request in sampling.items():
             if request.is_finished:
                 continue
-            if request.is_prefill:
-                self.statistics.prefill_tokens += sequence.num_tokens
-            else:
-                self.statistics.decode_tokens += sequence.num_tokens
-            request.num_computed += sequence.num_tokens
-            if not sequence.samples:
-                continue
-            request.token_ids.append(int(sampled[request.request_id]))
+            request.token_ids[-1] = int(sampled[request_id])
             self.statistics.generated_tokens += 1
-            if request.request_id in stopped:
-                self.finish(request, "stop")
-                finished.append(request)
-            elif self._is_full(request):
-                self.finish(request, "length")
+            if request_id in stopped or request in self._ending:
+                self.finish(request, "stop" if request_id in stopped else "length")
                 finished.append(request)
         return finished
 
@@ -203,14 +219,23 @@ class Scheduler:
         """End a request that runs or waits, and free its pages. RuntimeError if it does neither."""
         if self._requests.get(request.request_id) is not request:
             raise RuntimeError(f"request {request.request_id} neither runs nor waits")
-        if request.rank is None:
-            self._waiting.remove(request)
-        else:
+        if request.rank is not None:
             self._ranks[request.rank].release(request)
+        else:
+            queue = self._ending if request in self._ending else self._waiting
+            queue.remove(request)
+        if request.has_unread:
+            request.token_ids.pop()
         del self._requests[request.request_id]
         request.finish_reason = reason
         request.error = error
         self.statistics.finished[reason] += 1
+
+    def reset(self) -> None:
+        """Abort all requests and forget all plans: a step failed."""
+        self._open_plan = self._unread_plan = None
+        for request_id in list(self._requests):
+            self.abort(request_id)
 
     def abort(self, request_id: int, error: str = "aborted") -> Request | None:
         """End an unfinished request with an error and return it; None if the id has none."""
@@ -223,24 +248,20 @@ class Scheduler:
         """Verify the books: RuntimeError naming the page or request that does not add up."""
         for rank in self._ranks:
             rank.check()
-        for request in self._waiting:
+        for request in [*self._waiting, *self._ending]:
             if request.rank is not None or request.pages or request.num_computed:
-                raise RuntimeError(f"{request} waits, but has a rank, pages or computed tokens")
+                raise RuntimeError(f"{request} is off, but has a rank, pages or computed tokens")
         queues = [list(self._waiting), *(rank.running for rank in self._ranks)]
         for queue in queues:
             if queue != sorted(queue, key=arrival_of):
                 raise RuntimeError(f"{[r.request_id for r in queue]} are out of order of arrival")
-        held = sorted(request.request_id for queue in queues for request in queue)
+        held = sorted(request.request_id for queue in [*queues, self._ending] for request in queue)
         if held != sorted(self._requests):
-            raise RuntimeError(f"{held} run or wait; unfinished are {sorted(self._requests)}")
+            raise RuntimeError(f"{held} are queued; unfinished are {sorted(self._requests)}")
 
     def _expect_open(self, plan: StepPlan) -> None:
         if plan is not self._open_plan:
             raise RuntimeError("this is not the open plan")
-
-    def _is_full(self, request: Request) -> bool:
-        limit = min(self.max_context, self._pool_tokens)
-        return request.num_generated >= request.params.max_new_tokens or request.num_tokens >= limit
 
     def _grow(self, rank: Rank, request: Request) -> bool:
         """Get a decode its page, preempting for it; False if it had to preempt itself."""
@@ -264,7 +285,7 @@ class Scheduler:
             place += 1
         self._waiting.insert(place, request)
 
-    def _admit(self, steps: list[_RankStep]) -> None:
+    def _admit(self, steps: list[RankStep]) -> None:
         while self._waiting:
             open_ranks = [
                 rank
@@ -276,18 +297,3 @@ class Scheduler:
                 return
             steps[rank.index].add(self._waiting.popleft())
             self.statistics.admissions += 1
-
-
-class _RankStep:
-    """A rank's part of the plan under construction."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.sequences: list[ScheduledSequence] = []
-
-    def add(self, request: Request) -> None:
-        """Schedule as many of its tokens as the budget has room for."""
-        num_tokens = min(request.num_uncomputed, self.budget)
-        self.budget -= num_tokens
-        samples = num_tokens == request.num_uncomputed
-        self.sequences.append(ScheduledSequence(request, num_tokens, samples))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tbo_jax.engine.plan import StepPlan
-from tbo_jax.engine.request import Request
+from tbo_jax.engine.request import Request, unread_token
 from tbo_jax.engine.scheduler import Scheduler
 from tbo_jax.sampling_params import SamplingParams
 
@@ -26,7 +26,8 @@ class Model:
         self.page_size = page_size
         self.slots = [[-1] * (num_pages * page_size) for _ in range(num_ranks)]
 
-    def run(self, plan: StepPlan) -> dict[int, int]:
+    def run(self, plan: StepPlan, before: Dispatched | None = None) -> dict[int, int]:
+        """The new tokens; `before` is the step that has those which the requests lack still."""
         tokens = {}
         for slots, sequences in zip(self.slots, plan.ranks, strict=True):
             for sequence in sequences:
@@ -36,10 +37,27 @@ class Model:
                     for i in range(end)
                 ]
                 for i in range(request.num_computed, end):
-                    slots[places[i]] = request.token_ids[i]
+                    token = request.token_ids[i]
+                    slots[places[i]] = before.token(request, token) if token < 0 else token
                 if sequence.samples:
                     tokens[request.request_id] = next_token([slots[place] for place in places])
         return tokens
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A plan that was run while the one before it was not committed."""
+
+    plan: StepPlan
+    tokens: dict[int, int]
+
+    def token(self, request: Request, placeholder: int) -> int:
+        """What the device finds in the row that the placeholder names."""
+        assert request.rank is not None
+        rows = self.plan.ranks[request.rank]
+        (row,) = [i for i in range(len(rows)) if unread_token(i) == placeholder]
+        assert rows[row].samples and rows[row].request is request
+        return self.tokens[request.request_id]
 
 
 def make(request_id: int, prompt: int, max_new_tokens: int = 100) -> Request:
@@ -265,6 +283,86 @@ def test_check_notices_books_that_do_not_add_up(attribute: str, value: Any) -> N
         scheduler.check()
 
 
+# A step ahead
+
+
+def test_the_next_step_is_planned_while_the_tokens_are_not_known() -> None:
+    scheduler = scheduler_of(max_tokens=8)
+    requests = [make(i, prompt, new) for i, (prompt, new) in enumerate([(3, 9), (2, 1), (7, 9)])]
+    for request in requests:
+        scheduler.add(request)
+    first = scheduler.schedule()
+    assert shape(first) == [[(0, 3, True), (1, 2, True), (2, 3, False)]]
+    scheduler.advance(first)
+    scheduler.check()
+    # Request 1 has the one token that it asked for: no row, no pages, and yet to be told.
+    assert requests[1].pages == [] and not requests[1].is_finished and scheduler.has_work
+    second = scheduler.schedule()
+    assert shape(second) == [[(0, 1, True), (2, 4, True)]]
+    assert [r.num_generated for r in requests] == [1, 1, 0]
+    assert scheduler.commit(first, {0: 5, 1: 6}) == [requests[1]]
+    assert [r.generated_token_ids for r in requests] == [[5], [6], []]
+    assert requests[1].finish_reason == "length"
+    scheduler.advance(second)
+    third = scheduler.schedule()
+    assert scheduler.commit(second, {0: 7, 2: 8}, stopped={0}) == [requests[0]]
+    scheduler.check()
+    assert scheduler.commit(third, {2: 9}) == []  # the row of request 0 is dead
+    assert [r.generated_token_ids for r in requests] == [[5, 7], [6], [8, 9]]
+    assert scheduler.statistics.generated_tokens == 5 and scheduler.statistics.steps == 3
+
+
+def test_an_abort_takes_back_the_token_that_is_not_known() -> None:
+    scheduler = scheduler_of()
+    requests = [make(0, 3), make(1, 3, max_new_tokens=1), make(2, 3)]
+    for request in requests:
+        scheduler.add(request)
+    plan = scheduler.schedule()
+    scheduler.advance(plan)
+    following = scheduler.schedule()
+    scheduler.abort(0)
+    scheduler.abort(1)
+    scheduler.check()
+    assert scheduler.commit(plan, {2: 4}) == []
+    assert not following.is_dead
+    scheduler.abort(2)
+    assert following.is_dead
+    scheduler.discard(following)
+    assert [r.generated_token_ids for r in requests] == [[], [], [4]]
+    assert not scheduler.has_work and scheduler.num_free_pages == (100,)
+
+
+def test_one_step_ahead_and_no_further() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make(0, 3))
+    first = scheduler.schedule()
+    scheduler.advance(first)
+    second = scheduler.schedule()
+    for call in (scheduler.advance, lambda plan: scheduler.commit(plan, {0: 1})):
+        with pytest.raises(RuntimeError, match="advanced before was not committed"):
+            call(second)
+    scheduler.reset()
+    assert not scheduler.has_work
+    scheduler.add(make(0, 3))
+    assert step(scheduler) == [[(0, 3, True)]]
+
+
+def test_what_must_preempt_is_not_planned_ahead() -> None:
+    scheduler = scheduler_of(num_pages=5)
+    scheduler.add(make(0, 4))
+    scheduler.add(make(1, 3))
+    while not scheduler.must_preempt:
+        plan = scheduler.schedule()
+        scheduler.advance(plan)
+        if scheduler.must_preempt:
+            with pytest.raises(RuntimeError, match="must preempt is not planned"):
+                scheduler.schedule()
+        scheduler.commit(plan, {s.request.request_id: 7 for s in plan.sequences if s.samples})
+    assert scheduler.statistics.preemptions == 0
+    step(scheduler)
+    assert scheduler.statistics.preemptions == 1
+
+
 # Whole runs
 
 
@@ -368,10 +466,54 @@ def simulate(load: Workload) -> tuple[Scheduler, list[Request]]:
     return scheduler, requests
 
 
+def simulate_ahead(load: Workload) -> tuple[Scheduler, list[Request]]:
+    """Each step is run before the tokens of the one before are committed, unless it preempts."""
+    sizes = load.sizes
+    scheduler = Scheduler(**sizes)
+    model = Model(sizes["num_ranks"], sizes["num_pages"], sizes["page_size"])
+    requests = [make(i, prompt, new) for i, (_, prompt, new) in enumerate(load.requests)]
+
+    def dispatch(before: Dispatched | None = None) -> Dispatched | None:
+        decoding = [r for r in requests if r.rank is not None and not r.is_prefill]
+        plan = scheduler.schedule()
+        scheduler.check()
+        check_plan(plan, sizes, decoding)
+        if plan.sequences:
+            return Dispatched(plan, model.run(plan, before))
+        scheduler.discard(plan)
+        return None
+
+    now, step = 0, None
+    while scheduler.has_work or now <= load.requests[-1][0]:
+        for request, (at, _, _) in zip(requests, load.requests, strict=True):
+            if at == now:
+                scheduler.add(request)
+        for at, request_id in load.aborts:
+            if at == now:
+                scheduler.abort(request_id)
+        step, following = step or dispatch(), None
+        if step is not None:
+            scheduler.advance(step.plan)
+            scheduler.check()
+            if not scheduler.must_preempt:
+                following = dispatch(step)
+            live = {s.request.request_id for s in step.plan.sequences if not s.request.is_finished}
+            tokens = {i: token for i, token in step.tokens.items() if i in live}
+            scheduler.commit(step.plan, tokens, {i for i in tokens if is_end(tokens[i])})
+            scheduler.check()
+        if following is not None and (following.plan.is_dead or now in load.failures):
+            scheduler.discard(following.plan)
+            following = None
+        step = following
+        now += 1
+        assert now < 5000
+    return scheduler, requests
+
+
 @settings(max_examples=300, deadline=None)
-@given(workloads())
-def test_every_request_finishes_with_exactly_its_tokens(load: Workload) -> None:
-    scheduler, requests = simulate(load)
+@given(workloads(), st.sampled_from([simulate, simulate_ahead]))
+def test_every_request_finishes_with_exactly_its_tokens(load: Workload, run: Any) -> None:
+    scheduler, requests = run(load)
     sizes = load.sizes
     limit = min(sizes["max_context"], (sizes["num_pages"] - 1) * sizes["page_size"])
     for request in requests:
@@ -389,11 +531,12 @@ def test_every_request_finishes_with_exactly_its_tokens(load: Workload) -> None:
     assert sum(statistics.finished.values()) == len(requests)
 
 
-def test_a_crowded_pool_preempts_and_still_serves_all() -> None:
+@pytest.mark.parametrize("run", [simulate, simulate_ahead])
+def test_a_crowded_pool_preempts_and_still_serves_all(run: Any) -> None:
     sizes = {"num_ranks": 2, "num_pages": 9, "page_size": 2, "max_sequences": 4}
     sizes |= {"max_tokens": 6, "max_context": 16}
     load = Workload(sizes, [(i % 3, 1 + i % 5, 15) for i in range(3)] * 8, [], frozenset())
     load = Workload(sizes, sorted(load.requests), [], frozenset())
-    scheduler, requests = simulate(load)
+    scheduler, requests = run(load)
     assert scheduler.statistics.preemptions > 5
     assert all(r.token_ids == expected_tokens(r, 16)[0] for r in requests)
