@@ -6,28 +6,24 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tbo_jax.attention.work import plan_attention
 from tbo_jax.batch import ForwardBatch
 from tbo_jax.buffers import AttentionBuffers, allocate_attention_buffers
 from tbo_jax.compiler_options import Options, compiler_options
 from tbo_jax.config import OverlapConfig
+from tbo_jax.forward import Rows, forward
 from tbo_jax.kernels import choose_kernels
-from tbo_jax.layers.context import LayerContext, PagedAttention, live_tokens
 from tbo_jax.layers.decoder import CausalLM
-from tbo_jax.layers.rotary import rotary_table
 from tbo_jax.moe.exchange import Exchange, LocalExchange, Transport, make_exchange
 from tbo_jax.moe.message import DispatchDtype
 from tbo_jax.shapes import Bucket, CacheConfig, Program
 from tbo_jax.sharding import RANKS, parameter_spec
-from tbo_jax.split import gather_tokens, split_batch_decoder_layers
-from tbo_jax.stages import StackedLayers, run_layers
+from tbo_jax.stages import StackedLayers
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +47,7 @@ class ModelRunner:
         overlap: OverlapConfig | None = None,
         transport: Transport = "all_to_all",
         dispatch_dtype: DispatchDtype | None = None,
-        logits: Literal["last", "all"] = "last",
+        logits: Rows = "last",
     ):
         """Args:
         model: with its weights on the devices of `mesh`, as `load_model` leaves them.
@@ -270,7 +266,16 @@ class ModelRunner:
         def step(weights: list[jax.Array], buffers: AttentionBuffers, batch: ForwardBatch):
             model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
             one = jax.tree.map(lambda leaf: leaf[0], batch)
-            logits, buffers = self._forward(model, buffers, one, bucket, count)
+            logits, buffers = forward(
+                model,
+                buffers,
+                one,
+                bucket=bucket,
+                micro_batches=count,
+                kernels=self.kernels,
+                exchange=self._exchange,
+                rows=self.logits,
+            )
             return logits[None], buffers
 
         # Varying-axes checks would ask for casts in every loop that starts from zeros.
@@ -284,36 +289,3 @@ class ModelRunner:
         # Explicit: inferred shardings of axes of size one get lost, and the next step would copy.
         placed = NamedSharding(self.mesh, ranks)
         return jax.jit(sharded, donate_argnums=1, out_shardings=(placed, placed))
-
-    def _forward(
-        self,
-        model: CausalLM,
-        buffers: AttentionBuffers,
-        batch: ForwardBatch,
-        bucket: Bucket,
-        count: int,
-    ) -> tuple[jax.Array, AttentionBuffers]:
-        parts = split_batch_decoder_layers(batch, count) if count > 1 else (batch,)
-        block = 1 if bucket.decode else min(self.kernels.prefill_query_block, bucket.tokens)
-        work = [
-            plan_attention(part, block, old) for part, old in zip(parts, buffers.work, strict=False)
-        ]
-        contexts = [
-            LayerContext(
-                attention=PagedAttention(part, items, block, self.kernels.attention),
-                exchange=self._exchange,
-                rotary=rotary_table(self.config.rotary, part.positions),
-                live=live_tokens(part),
-                experts=self.kernels.experts,
-            )
-            for part, items in zip(parts, work, strict=True)
-        ]
-        carries = [model.embed(part.token_ids) for part in parts]
-        hidden, cache = run_layers(model.layers, carries, contexts, buffers.cache)
-        if self.logits == "last":
-            tokens = jnp.maximum(batch.cu_query_lens[1:] - 1, 0)
-        else:
-            tokens = jnp.arange(batch.token_capacity, dtype=jnp.int32)
-        chosen = gather_tokens(hidden, parts, tokens)
-        kept = buffers.work[len(work) :]  # a step that is not split leaves the others' buffers
-        return model.logits(chosen), AttentionBuffers(cache, (*work, *kept))
