@@ -8,6 +8,7 @@ page is one transfer, and walks the rows itself: the work items of a batch are n
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -29,7 +30,7 @@ QUERY_ROWS = 256  # queries x heads of a key/value head, in a step that prefills
 KEY_BLOCK_BYTES = 2 << 20  # keys and values in fast memory at a time; there are two such blocks
 MOST_PAGES = 16  # of a block: their transfers' descriptors live in a TensorCore's scalar registers
 FAST_MEMORY = 32 << 20  # bytes that the kernel may take
-SCALAR_MEMORY = 512 << 10  # bytes that a page table may take; it is half of what a core has
+SCALAR_MEMORY = 512 << 10  # bytes that a page table may take, of 1 MiB: more do not compile
 
 
 def unsupported(head_dim: int, num_kv_heads: int, dtype: Any) -> str | None:
@@ -74,15 +75,13 @@ def paged_attention(
 
     Returns:
         [T, N, H]; rows of padding tokens are zero.
+
+    Raises:
+        ValueError: `soft_cap`, and a page table too large for the kernel; XLA takes it without.
     """
     rows, columns = batch.page_table.shape
     if 4 * rows * -(-columns // LANES) * LANES > SCALAR_MEMORY:
-        logger.warning(
-            "the TPU kernel for attention is not used: a table of %d x %d pages is too large for "
-            "scalar memory (fewer rows or larger pages help); XLA's own is slower",
-            rows,
-            columns,
-        )
+        _warn(rows, columns)
         if soft_cap is not None:
             raise ValueError("soft_cap is not supported with so large a page table")
         return paged.paged_attention(
@@ -108,6 +107,16 @@ def paged_attention(
     # Rows of padding hold what was in fast memory before.
     live = (jnp.arange(queries.shape[0]) < batch.num_tokens)[:, None, None]
     return jnp.where(live, out, jnp.zeros_like(out))
+
+
+@functools.cache
+def _warn(rows: int, columns: int) -> None:
+    logger.warning(
+        "the TPU kernel for attention is not used: a table of %d x %d pages is too large for "
+        "scalar memory (fewer rows or larger pages help); XLA's own is slower",
+        rows,
+        columns,
+    )
 
 
 def live_rows(batch: ForwardBatch) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

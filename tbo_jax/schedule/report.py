@@ -17,6 +17,13 @@ from tbo_jax.schedule.hlo import Module, parse
 from tbo_jax.schedule.targets import Target, find_target
 from tbo_jax.schedule.timeline import Timeline, Transfer, simulate
 
+# From v5p on XLA moves small scatters, gathers and sorts to the SparseCores, and jaxlib 0.10.2 cannot
+# read the program that it makes then. The step that is run leaves them there.
+_READABLE: Options = {
+    "xla_tpu_enable_offloading_scatter_to_sparsecore": "false",
+    "xla_tpu_offload_gather_to_sparsecore": "false",
+    "xla_tpu_enable_offloading_sort_to_sparsecore": "false",
+}
 _NO_TIME = 0.01  # of a transfer: less compute beside it than this is none
 
 
@@ -118,6 +125,8 @@ def inspect(
         given = compiler_options(target.platform, target.num_devices, micro_batches)
         if target.platform == "cuda":
             given["xla_gpu_autotune_level"] = "0"  # there is no device to tune on
+        elif target.platform == "tpu":
+            given |= _READABLE
         step = step.compile(given | (options or {}))
     elif options:
         raise ValueError("compiler options come too late: the step is compiled already")
