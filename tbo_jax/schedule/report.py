@@ -17,7 +17,7 @@ from tbo_jax.schedule.hlo import Module, parse
 from tbo_jax.schedule.targets import Target, find_target
 from tbo_jax.schedule.timeline import Timeline, Transfer, simulate
 
-# From v5p on XLA moves small scatters, gathers and sorts to the SparseCores, and jaxlib 0.10.2 cannot
+# From v5p on XLA moves small scatters, gathers and sorts to the SparseCores, and jaxlib 0.10 cannot
 # read the program that it makes then. The step that is run leaves them there.
 _READABLE: Options = {
     "xla_tpu_enable_offloading_scatter_to_sparsecore": "false",
