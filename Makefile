@@ -32,7 +32,7 @@ decode: $(VENV)/.base  ## decode the bundled model; MODEL=DIR_OR_HUB_ID for anot
 test: $(VENV)/.test  ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-all: $(VENV)/.test  ## also the tests on real models (TBO_REAL_MODEL, TBO_REAL_MODEL_MOE)
+test-all: $(VENV)/.test  ## also slow tests and those on real models (TBO_REAL_MODEL, TBO_REAL_MODEL_MOE)
 	$(BIN)/python -m pytest -m "real_model or not real_model"
 
 check: $(VENV)/.dev  ## linter, formatter, type checker

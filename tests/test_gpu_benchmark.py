@@ -30,6 +30,7 @@ def arguments(gpu: Any, *words: object) -> Any:
     return tyro.cli(gpu.Arguments, args=["--no-progress", *map(str, words)])
 
 
+@pytest.mark.slow
 def test_all_parts_run(gpu: Any, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "new" / "gpu.json"
     words = ("--platform", "cpu", "--quick", "--skip", "transformers", "--json", file)

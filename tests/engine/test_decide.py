@@ -453,6 +453,7 @@ def test_auto_on_one_device(expected, compilations):
         llm.engine.warm_up()
 
 
+@pytest.mark.slow
 def test_auto_on_four_devices(expected, compilations):
     llm = kjv("auto", 4, rows=2)
     runner = llm.engine.runner

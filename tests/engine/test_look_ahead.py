@@ -103,7 +103,9 @@ def counts(engine: Engine) -> dict:
     return {**ours, "scheduler": asdict(engine.scheduler.statistics)}
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids="{} ranks".format)
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format
+)
 def engines(tmp_path_factory, request) -> tuple[Engine, Engine]:
     """Without and with, on the same compiled steps, and with few pages."""
     folder = with_tokenizer(NAME, tmp_path_factory.mktemp("model"))

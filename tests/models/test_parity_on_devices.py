@@ -28,21 +28,29 @@ def _mixtures() -> list[str]:
     return list(last.values())
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("name", _mixtures())
+ON_FOUR = [
+    pytest.param(name, count, marks=[pytest.mark.slow] if count == 1 and name != "mixtral" else [])
+    for name in _mixtures()
+    for count in (1, 2)
+]
+
+
+@pytest.mark.parametrize(("name", "micro_batches"), ON_FOUR)
 def test_experts_on_four_devices(name, micro_batches):
     runner = make_runner(name, devices=4, micro_batches=micro_batches)
     # A program more takes long to compile: the shape of decode steps with one of the two.
     check_against_golden(runner, name, decode_bucket=micro_batches == 1 or name == "mixtral")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_mixed"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen3_moe_mixed"]
+)
 def test_all_gather_on_four_devices(name):
     runner = make_runner(name, devices=4, micro_batches=2, transport="all_gather")
     check_against_golden(runner, name, decode_bucket=True)
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", [pytest.param("qwen2_moe", marks=pytest.mark.slow), "qwen3_moe"])
 def test_scanned_micro_batches_on_four_devices(name):
     runner = make_runner(name, devices=4, micro_batches=2, scanned=True)
     check_against_golden(runner, name)
