@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tbo_jax.schedule.scopes import Scope, find_scope
 from tbo_jax.schedule.timeline import Event, Lane, Timeline
-from tbo_jax.schedule.trace import Scope, Span, find_scope, middle_layers, short_name, stage_spans
+from tbo_jax.schedule.trace import Span, middle_layers, short_name, stage_spans
 
 _COLOURS = ("#9ecae9", "#ffc685", "#a8dba0", "#d7b8ea", "#f5b7c8", "#e3d37c")  # of micro-batches
 _NO_SCOPE, _EXPOSED, _INK = "#d4d4d4", "#d0021b", "#222222"

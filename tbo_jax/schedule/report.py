@@ -14,6 +14,7 @@ from tbo_jax.compiler_options import Options, compiler_options
 from tbo_jax.schedule.audit import Finding, audit
 from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.hlo import Module, parse
+from tbo_jax.schedule.scopes import find_scope
 from tbo_jax.schedule.targets import Target, find_target
 from tbo_jax.schedule.timeline import Timeline, Transfer, simulate
 
@@ -208,8 +209,10 @@ def layer_seconds(timeline: Timeline) -> float | None:
 
 def scope_of(op_name: str) -> str:
     """layer_2/micro_batch_1/dispatch of an `op_name`; "" outside of a layer."""
-    match = re.search(r"(?:^|/)(layers|layer_\d+)/(micro_batch_\d+)/([^/]+)", op_name)
-    return "/".join(match.groups()) if match else ""
+    scope = find_scope(op_name)
+    if scope is None:
+        return ""
+    return f"{scope.layer}/micro_batch_{scope.micro_batch}/{scope.label}"
 
 
 def _collectives(timeline: Timeline) -> list[CollectiveReport]:

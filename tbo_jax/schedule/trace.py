@@ -7,46 +7,17 @@ stages, which `find_scope` reads out of the compiler's metadata.
 from __future__ import annotations
 
 import json
-import re
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tbo_jax.schedule.scopes import Scope, find_scope
 from tbo_jax.schedule.timeline import Event, Lane, Timeline, Transfer
 
 _THREADS: dict[Lane, int] = {"compute": 1, "link": 2}
 _ROUNDING = 1e-12  # seconds: far below any event, far above what sums of times are off
-_SCOPE = re.compile(r"(?:^|[/(])(layers|layer_\d+)/micro_batch_(\d+)/([^/()]+)\)*(?:/|$)")
-
-
-@dataclass(frozen=True)
-class Scope:
-    """The stage that an instruction comes from."""
-
-    layer: str  # "layer_3", or "layers" in the body of a scan
-    micro_batch: int
-    function: str  # what computes or communicates
-    backward: bool = False  # in the transpose, where JAX recomputes and differentiates
-
-    @property
-    def index(self) -> int | None:
-        """The layer's number; None in the body of a scan."""
-        return int(self.layer.removeprefix("layer_")) if self.layer != "layers" else None
-
-    @property
-    def label(self) -> str:
-        return f"{self.function} (backward)" if self.backward else self.function
-
-
-def find_scope(op_name: str) -> Scope | None:
-    """The scope in an instruction's `op_name`; None if it comes from outside the layers."""
-    found = _SCOPE.search(op_name)
-    if found is None:
-        return None
-    layer, micro_batch, function = found.groups()
-    return Scope(layer, int(micro_batch), function, "transpose(" in op_name[: found.start() + 1])
 
 
 def short_name(event: Event) -> str:

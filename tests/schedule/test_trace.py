@@ -7,15 +7,9 @@ from typing import Any
 
 import pytest
 
+from tbo_jax.schedule.scopes import Scope, find_scope
 from tbo_jax.schedule.timeline import Event, Lane, Timeline, Transfer
-from tbo_jax.schedule.trace import (
-    Scope,
-    find_scope,
-    middle_layers,
-    short_name,
-    stage_spans,
-    write_trace,
-)
+from tbo_jax.schedule.trace import middle_layers, short_name, stage_spans, write_trace
 
 US = 1e-6
 
