@@ -55,6 +55,7 @@ from tbo_jax.layers.config import DecoderConfig, HfConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.mlp import EXPERT_AXIS
 from tbo_jax.moe import experts, gpu_experts
+from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.progress import Update, progress_bar
 from tbo_jax.runner import ModelRunner
 from tbo_jax.schedule.model_step import abstract_model, read_shape
@@ -255,7 +256,7 @@ def expert_kernels(bench: Bench) -> list[Row]:
         weights = jnp.full((rows, top_k), 1 / top_k, DTYPE)
         gate_up = bench.random(count, hidden, 2 * width, scale=hidden**-0.5)
         down = bench.random(count, width, hidden, scale=2 * width**-0.5)
-        operands = jnp.asarray(ids), weights, gate_up, down
+        operands = jnp.asarray(ids), weights, ExpertWeights(gate_up, down)
         ours = functools.partial(gpu_experts.apply_experts, interpret=bench.interpret)
         x = bench.random(rows, hidden)
         error = check(jax.jit(ours)(x, *operands), jax.jit(experts.apply_experts)(x, *operands))

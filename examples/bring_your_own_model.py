@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from tbo_jax import OverlapConfig, Stage, run_layers
 from tbo_jax.moe.exchange import make_exchange
+from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.moe.experts import apply_experts
 from tbo_jax.moe.routing import top_k_softmax
 from tbo_jax.sharding import RANKS, make_mesh
@@ -60,7 +61,8 @@ class Block(nnx.Module):
 
     def run_experts(self, carry, received, cache, exchange):
         rows, experts, weights = exchange.unpack(received)
-        results = apply_experts(rows, experts, weights, self.gate_up[...], self.down[...])
+        matrices = ExpertWeights(self.gate_up[...], self.down[...])
+        results = apply_experts(rows, experts, weights, matrices)
         return carry, exchange.pack_results(results, received), cache
 
     def merge(self, carry, received, exchange):

@@ -71,7 +71,9 @@ class StackedLayers(nnx.Module):
     """Equal layers as one module whose leaves have a leading axis [L, ...]; `run_layers` scans it.
 
     Indexing, also with a traced index, gives one layer. Weights are indexed inside the loop body:
-    handed in as scanned inputs, the slices for a peeled first layer cost a copy of all weights.
+    handed in as scanned inputs, the slices for a peeled first layer cost a copy of all weights. A
+    layer with a method `share_stack(stacked, index)` may there replace slices by the stack itself,
+    for kernels that read it in place.
     """
 
     def __init__(self, stacked: nnx.Module, length: int):
@@ -100,7 +102,10 @@ class StackedLayers(nnx.Module):
         return self.length
 
     def __getitem__(self, index: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[index], self.stacked)
+        layer = jax.tree.map(lambda leaf: leaf[index], self.stacked)
+        if hasattr(layer, "share_stack"):
+            layer.share_stack(self.stacked, index)
+        return layer
 
 
 @dataclass

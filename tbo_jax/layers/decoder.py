@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -57,6 +59,10 @@ class SparseLayer(nnx.Module):
         self.self_attn = SelfAttention(config, rngs=rngs)
         self.post_attention_layernorm = rms_norm(config.hidden_size, config, rngs)
         self.mlp = SparseMoe(config, rngs=rngs)
+
+    def share_stack(self, stacked: SparseLayer, index: Any) -> None:
+        """Leave the experts of layer `index` in the stack: see `ExpertWeights`."""
+        self.mlp.share_stack(stacked.mlp, index)
 
     def attend_and_route(self, hidden, received, cache, context: LayerContext):
         attended, cache = self.self_attn(self.input_layernorm(hidden), cache, context)

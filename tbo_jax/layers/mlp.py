@@ -11,6 +11,7 @@ from flax import nnx
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.context import LayerContext
 from tbo_jax.layers.linear import Linear, project
+from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.moe.routing import attach_loss
 
 EXPERT_AXIS = "experts"  # name by which expert weights say along which dimension they are sharded
@@ -75,11 +76,17 @@ class SparseMoe(nnx.Module):
 
         self.gate_up_proj = weight((experts, hidden, 2 * width))
         self.down_proj = weight((experts, width, hidden))
+        self.layer = nnx.data(None)  # which one, where the weights are those of all layers
         self.routing = config.router
         shared = config.shared_expert_intermediate_size
         gated = shared and config.shared_expert_gate
         self.shared_experts = GatedMlp(config, shared, rngs=rngs) if shared else None
         self.shared_expert_gate = Linear(hidden, 1, config, rngs=rngs) if gated else None
+
+    def share_stack(self, stacked: SparseMoe, layer: Any) -> None:
+        """Use the expert weights of all layers [L, E, ...], of which this is number `layer`."""
+        self.gate_up_proj, self.down_proj = stacked.gate_up_proj, stacked.down_proj
+        self.layer = nnx.data(jnp.asarray(layer, jnp.int32))
 
     def route(self, x: jax.Array, context: LayerContext) -> tuple[Any, Any]:
         """[T, D] -> the message to the experts' devices, and what `merge` needs to unpack."""
@@ -102,5 +109,11 @@ class SparseMoe(nnx.Module):
     def apply(self, received: Any, context: LayerContext) -> Any:
         """What arrived -> the message back: this device's experts."""
         rows, experts, weights = context.exchange.unpack(received)
-        out = context.experts(rows, experts, weights, self.gate_up_proj[...], self.down_proj[...])
+        out = context.experts(rows, experts, weights, self._matrices())
         return context.exchange.pack_results(out, received)
+
+    def _matrices(self) -> ExpertWeights:
+        gate_up, down = self.gate_up_proj[...], self.down_proj[...]
+        if self.layer is None:
+            return ExpertWeights(gate_up, down)
+        return ExpertWeights.of_layer(gate_up, down, self.layer)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from tbo_jax.moe.expert_weights import ExpertWeights
+
 BLOCK_COLUMNS = 128  # of the result of a tile
 INNER_BYTES = 128  # of a row, summed over at a time
 SMALLEST_TILE = 16  # rows; tensor cores take 16 at least
@@ -36,8 +38,7 @@ def apply_experts(
     rows: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    matrices: ExpertWeights,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -46,15 +47,18 @@ def apply_experts(
     Takes and gives what `experts.apply_experts` does; `interpret` runs without a GPU, slowly.
     """
     num_rows, top_k = experts.shape
-    num_experts, width, hidden = down.shape
+    num_experts = matrices.num_experts
+    _, width, hidden = matrices.down.shape
     bound = num_rows * min(top_k, num_experts)
     index, place, group_sizes = _sort_by_expert(experts, num_experts, bound)
     tile = _tile_rows(num_rows, num_experts, rows.dtype.itemsize)
-    tiles = _tiles(group_sizes, tile, bound // tile + num_experts)
-    grid = tiles[0].shape[0]
+    group, *bounds = _tiles(group_sizes, tile, bound // tile + num_experts)
+    tiles = matrices.place(group), *bounds
+    grid = group.shape[0]
     run = functools.partial(_run, dtype=rows.dtype, tile=tile, interpret=interpret)
-    activated = run(_gate_up_kernel, GATE_UP, grid, (*tiles, rows, index, gate_up), (bound, width))
-    results = run(_down_kernel, DOWN, grid, (*tiles, activated, down), (bound, hidden))
+    operands = *tiles, rows, index, matrices.gate_up
+    activated = run(_gate_up_kernel, GATE_UP, grid, operands, (bound, width))
+    results = run(_down_kernel, DOWN, grid, (*tiles, activated, matrices.down), (bound, hidden))
     sums = functools.partial(_run, dtype=rows.dtype, tile=SMALLEST_TILE, interpret=interpret)
     grid = -(-num_rows // SMALLEST_TILE)
     return sums(_sum_kernel, SUM, grid, (results, place, weights), (num_rows, hidden))

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from tbo_jax.moe.expert_weights import ExpertWeights
+
 LANES = 128
 ROW_TILE = 128  # rows of a tile: fewer leave the matrix units waiting for weights
 WEIGHT_TILE_BYTES = 4 << 20  # of one weight; gate and up, and two buffers of each, make it four
@@ -48,8 +50,7 @@ def apply_experts(
     rows: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    matrices: ExpertWeights,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -58,7 +59,8 @@ def apply_experts(
     Takes and gives what `experts.apply_experts` does; `interpret` runs without a TPU, slowly.
     """
     num_rows, top_k = experts.shape
-    num_experts, width, hidden = down.shape
+    gate_up, down, num_experts = matrices.gate_up, matrices.down, matrices.num_experts
+    _, width, hidden = down.shape
     bound = num_rows * min(top_k, num_experts)
     chunk = chunk_rows(num_rows, bound)
     choices, scales, ends = _sort_by_expert(
@@ -72,6 +74,7 @@ def apply_experts(
         place = jnp.arange(chunk, dtype=jnp.int32)
         choice, scale = (jax.lax.dynamic_slice_in_dim(a, start, chunk) for a in (choices, scales))
         visits = _visit(jnp.clip(ends - start, 0, chunk), chunk)
+        visits = visits._replace(group=matrices.place(visits.group))
         columns = _columns(hidden, width)
         taken = rows[jnp.minimum(choice // top_k, num_rows - 1)]
         activated = run(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from tbo_jax.moe.exchange import TRANSPORTS, PaddedAllToAll, Transport, make_exchange
+from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.moe.experts import apply_experts
 from tbo_jax.moe.ragged_exchange import expected_destinations
 from tbo_jax.sharding import RANKS, make_mesh
@@ -38,7 +39,7 @@ def mixture(transport: Transport, devices: int) -> Callable[..., jax.Array]:
         message, slots = exchange.pack(hidden, ids, weights)
         received = exchange.dispatch(message)
         rows, here, scales = exchange.unpack(received)
-        results = apply_experts(rows, here, scales, gate_up, down)
+        results = apply_experts(rows, here, scales, ExpertWeights(gate_up, down))
         message = exchange.pack_results(results, received)
         return exchange.unpack_results(exchange.combine(message), slots)
 

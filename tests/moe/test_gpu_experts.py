@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tbo_jax.moe import gpu_experts
+from tbo_jax.moe.expert_weights import ExpertWeights
 from tests.gpu_lowering import lower_for_gpu
+from tests.moe.stacks import between_others
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}  # of the largest element
 
@@ -52,8 +54,9 @@ def compiled(shape: Shape) -> Any:
     )
     ids = jax.ShapeDtypeStruct((shape.rows, shape.top_k), jnp.int32)
 
-    def apply(*operands: jax.Array) -> jax.Array:
-        return gpu_experts.apply_experts(*operands, interpret=True)
+    def apply(rows, ids, weights, gate_up, down):
+        matrices = between_others(gate_up, down)
+        return gpu_experts.apply_experts(rows, ids, weights, matrices, interpret=True)
 
     lowered = jax.jit(apply).lower(rows, ids, weights, *matrices)
     return lowered.compile({"xla_backend_optimization_level": "0"})
@@ -201,4 +204,4 @@ def test_lowers_for_a_gpu(rows: int, dtype: Any) -> None:
     shape = Shape(rows, 6, 12, hidden=384, width=640, dtype=dtype)
     operands, weights, *matrices = (jax.ShapeDtypeStruct(axes, dtype) for axes in shape.operands())
     ids = jax.ShapeDtypeStruct((rows, shape.top_k), jnp.int32)
-    lower_for_gpu(gpu_experts.apply_experts, (operands, ids, weights, *matrices))
+    lower_for_gpu(gpu_experts.apply_experts, (operands, ids, weights, ExpertWeights(*matrices)))

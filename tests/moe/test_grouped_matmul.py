@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.moe.experts import apply_experts
 from tbo_jax.moe.grouped_matmul import BLOCK_ROWS, for_each_block, grouped_matmul
+from tests.moe.stacks import between_others
 
 ROWS, GROUPS, DEPTH, WIDTH = 600, 8, 5, 3
 
@@ -187,7 +190,7 @@ def test_experts_of_other_devices_add_nothing(top_k: int) -> None:
         gate, up = np.split(hidden[row] @ gate_up[ids[row, choice]], 2)
         out = gate / (1 + np.exp(-gate)) * up @ down[ids[row, choice]]
         expected[row] += weights[row, choice] * out
-    found = jax.jit(apply_experts)(hidden, ids, weights, gate_up, down)
+    found = jax.jit(apply_experts)(hidden, ids, weights, ExpertWeights(gate_up, down))
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -198,7 +201,28 @@ def test_a_broken_row_breaks_no_other(broken: int) -> None:
     hidden[broken] = np.nan
     ids = np.array([[0, 9]] * 3, np.int32)
     found = jax.jit(apply_experts)(
-        hidden, ids, np.ones((3, 2), np.float32), np.ones((1, 4, 6), np.float32),
-        np.ones((1, 3, 4), np.float32),
+        hidden, ids, np.ones((3, 2), np.float32),
+        ExpertWeights(np.ones((1, 4, 6), np.float32), np.ones((1, 3, 4), np.float32)),
     )  # fmt: skip
     assert np.isnan(found).any(axis=1).tolist() == [row == broken for row in range(3)]
+
+
+def test_experts_among_those_of_all_layers() -> None:
+    """Result and gradients are those of the layer's own weights; the others get none."""
+    rng = np.random.default_rng(2)
+    rows, depth, width, experts = 20, 4, 3, 3
+    hidden = rng.normal(size=(rows, depth)).astype(np.float32)
+    weights = rng.normal(size=(rows, 2)).astype(np.float32)
+    gate_up = rng.normal(size=(experts, depth, 2 * width)).astype(np.float32)
+    down = rng.normal(size=(experts, width, depth)).astype(np.float32)
+    ids = np.array([rng.permutation(experts + 1)[:2] for _ in range(rows)], np.int32)
+
+    def loss(make, hidden, gate_up, down):
+        out = apply_experts(hidden, ids, weights, make(gate_up, down))
+        return jnp.sum(out**2), out
+
+    def run(make):
+        grad = jax.grad(functools.partial(loss, make), argnums=(0, 1, 2), has_aux=True)
+        return jax.jit(grad)(hidden, gate_up, down)
+
+    jax.tree.map(np.testing.assert_array_equal, run(between_others), run(ExpertWeights))

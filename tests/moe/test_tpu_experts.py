@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tbo_jax.moe import tpu_experts
+from tests.moe.stacks import between_others
 
 HIDDEN, WIDTH = 128, 256
 # Rows, choices of each, experts here. The second takes three turns of the loop if all are here.
@@ -23,7 +24,12 @@ SHAPES = {"more experts than rows": (5, 3, 16), "several tiles": (150, 4, 4)}
 def compiled(shape: tuple[int, int, int]) -> Any:
     rows, top_k, experts = shape
     bf16 = jnp.bfloat16
-    lowered = jax.jit(lambda *operands: tpu_experts.apply_experts(*operands, interpret=True)).lower(
+
+    def apply(rows, ids, weights, gate_up, down):
+        matrices = between_others(gate_up, down)
+        return tpu_experts.apply_experts(rows, ids, weights, matrices, interpret=True)
+
+    lowered = jax.jit(apply).lower(
         jax.ShapeDtypeStruct((rows, HIDDEN), bf16),
         jax.ShapeDtypeStruct((rows, top_k), jnp.int32),
         jax.ShapeDtypeStruct((rows, top_k), bf16),
