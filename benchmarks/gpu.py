@@ -53,7 +53,6 @@ from tbo_jax.checkpoint.save import save_model
 from tbo_jax.engine.trial import full_batch
 from tbo_jax.layers.config import DecoderConfig, HfConfig
 from tbo_jax.layers.decoder import CausalLM
-from tbo_jax.layers.mlp import EXPERT_AXIS
 from tbo_jax.moe import experts, gpu_experts
 from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.progress import Update, progress_bar
@@ -369,7 +368,7 @@ def random_model(config: DecoderConfig, device: jax.Device) -> CausalLM:
     graph, state = nnx.split(abstract_model(config, False))
     made = []
     for number, (path, variable) in enumerate(nnx.to_flat_state(state)):
-        sharding = NamedSharding(mesh, parameter_spec(path, variable))
+        sharding = NamedSharding(mesh, parameter_spec(path, variable, mesh))
         value = maker(variable.shape, variable.dtype, sharding)(jax.random.key(number))
         made.append((path, variable.replace(value)))
     return nnx.merge(graph, nnx.from_flat_state(made))
@@ -383,7 +382,8 @@ def bytes_of_step(config: DecoderConfig, model: CausalLM, rows: int, context: in
     total = float(rows * context * kv_bytes_per_page(config, 1))
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         size = float(math.prod(variable.shape) * variable.dtype.itemsize)
-        if variable.get_metadata().get("sharded_over") == EXPERT_AXIS:
+        shard = variable.get_metadata().get("shard")
+        if shard is not None and shard.axis == "experts":
             missed = 1 - config.num_experts_per_token / config.num_experts
             size *= 1 - missed**rows
         if "embed_tokens" in path and not config.tie_word_embeddings:

@@ -63,6 +63,8 @@ class Arguments:
     """Of weights and compute; default float32 on CPU, bfloat16 elsewhere."""
     devices: int | None = None
     """On CPU that many devices are made (default 1); on GPU and TPU the first N (default all)."""
+    tensor_parallel: int = 1
+    """Devices that share the attention and the feed-forward of a sequence."""
     max_context: int | None = None
     """Most tokens of prompt and text together; default the model's, as far as memory goes."""
     page_size: int = 16
@@ -174,9 +176,12 @@ def decode(args: Arguments) -> int:
     llm = LLM(
         args.model,
         devices=args.devices,
+        tensor_parallel=args.tensor_parallel,
         dtype=args.dtype,
         max_context=args.max_context,
-        max_sequences=min(MOST_SEQUENCES, -(-len(prompts) // max(devices, 1))),
+        max_sequences=min(
+            MOST_SEQUENCES, -(-len(prompts) // max(devices // args.tensor_parallel, 1))
+        ),
         page_size=args.page_size,
         scanned=args.scanned,
         transport=args.transport,

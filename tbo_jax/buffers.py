@@ -7,6 +7,7 @@ that the caller threads through the jitted step, so that XLA updates them in pla
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tbo_jax.attention.cache import KeyValueCache, PageLayout, page_shapes
 from tbo_jax.attention.work import AttentionWork
+from tbo_jax.sharding import RANKS, TENSOR, make_mesh, num_ranks
 
 
 @jax.tree_util.register_dataclass
@@ -23,11 +25,19 @@ class AttentionBuffers:
     """Everything that attention writes: key/value pages, and per micro-batch its work metadata.
 
     On R ranks every array has the ranks' parts one after another along its first axis, sharded over
-    them: each rank owns pages 0..N-1 of its own.
+    them: each rank owns pages 0..N-1 of its own. Where several devices are a rank, each has its
+    heads of the pages.
     """
 
     cache: KeyValueCache
     work: tuple[AttentionWork, ...]  # one per micro-batch
+
+
+# A prefix of the tree: how the arrays lie over a mesh.
+BUFFER_SPECS = AttentionBuffers(
+    PartitionSpec(RANKS, None, TENSOR),  # type: ignore[arg-type]
+    PartitionSpec(RANKS),  # type: ignore[arg-type]
+)
 
 
 def allocate_attention_buffers(
@@ -47,14 +57,14 @@ def allocate_attention_buffers(
     """Allocate the buffers, zeroed, on every device of `mesh`.
 
     Args:
-        num_layers, num_kv_heads, head_dim: shape of the model.
+        num_layers, num_kv_heads, head_dim: shape of the model; heads of one device.
         num_pages: pages N of each device, of `page_size` tokens each; page 0 is kept for padding.
         dtype: of keys and values.
         max_tokens: most tokens of one step on one device; sizes the work metadata.
         num_micro_batches: sets of work metadata.
         stacked: one array for all layers, for scanned layers.
         layout: of the pages, as the attention kernel wants it.
-        mesh: 1-D mesh of the ranks; default the first device.
+        mesh: of `make_mesh`; default the first device.
 
     Raises:
         ValueError: a size below 1, or fewer than 2 pages.
@@ -68,12 +78,10 @@ def allocate_attention_buffers(
             raise ValueError(f"{name} must be at least 1, got {size}")
     if num_pages < 2:
         raise ValueError(f"num_pages must be at least 2 (page 0 is for padding), got {num_pages}")
-    mesh = Mesh(jax.devices()[:1], ("ranks",)) if mesh is None else mesh
-    (axis,) = mesh.axis_names
-    sharding = NamedSharding(mesh, PartitionSpec(axis))
+    mesh = make_mesh(1) if mesh is None else mesh
     arrays = 1 if stacked else num_layers
-    rows = mesh.size * num_pages * (num_layers if stacked else 1)
-    shapes = page_shapes(layout, page_size, num_kv_heads, head_dim)
+    rows = num_ranks(mesh) * num_pages * (num_layers if stacked else 1)
+    shapes = page_shapes(layout, page_size, num_kv_heads * mesh.shape[TENSOR], head_dim)
 
     def zeros() -> AttentionBuffers:
         # Zeros, never uninitialised: what a masked read meets must not be a NaN of another program.
@@ -83,10 +91,11 @@ def allocate_attention_buffers(
             ),
             num_layers,
         )
-        work = AttentionWork.zeros(mesh.size, max_tokens)
+        work = AttentionWork.zeros(num_ranks(mesh), max_tokens)
         return AttentionBuffers(cache, tuple(work for _ in range(num_micro_batches)))
 
-    return jax.jit(zeros, out_shardings=sharding)()
+    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), BUFFER_SPECS)
+    return jax.jit(zeros, out_shardings=shardings)()
 
 
 def kv_bytes_per_page(config: Any, page_size: int) -> int:

@@ -1,4 +1,4 @@
-"""The step of one rank: split the batch, run the layers, bring the rows together. Pure, traced."""
+"""The step of a device: split the batch, run the layers, bring the rows together. Pure, traced."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tbo_jax.kernels import Kernels
 from tbo_jax.layers.context import LayerContext, PagedAttention, live_tokens
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.rotary import rotary_table
+from tbo_jax.layers.tensor_parallel import TensorParallel
 from tbo_jax.moe.exchange import Exchange
 from tbo_jax.shapes import Bucket
 from tbo_jax.split import gather_tokens, split_batch_decoder_layers
@@ -31,16 +32,17 @@ def forward(
     micro_batches: int,
     kernels: Kernels,
     exchange: Exchange,
+    tensor: TensorParallel,
     rows: Rows,
 ) -> tuple[jax.Array, AttentionBuffers]:
     """Run a batch through the model in so many micro-batches.
 
     Args:
-        model: with this rank's experts.
+        model: with this device's weights.
         buffers: of this rank.
         batch: of this rank, of the shape of `bucket`.
         bucket, micro_batches: static.
-        kernels, exchange: what computes and what communicates.
+        kernels, exchange, tensor: what computes and what communicates.
         rows: whose logits.
 
     Returns:
@@ -57,6 +59,7 @@ def forward(
             exchange=exchange,
             rotary=rotary_table(model.config.rotary, part.positions),
             live=live_tokens(part),
+            tensor=tensor,
             experts=kernels.experts,
         )
         for part, items in zip(parts, work, strict=True)

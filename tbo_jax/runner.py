@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,20 +10,22 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tbo_jax.batch import ForwardBatch
-from tbo_jax.buffers import AttentionBuffers, allocate_attention_buffers
+from tbo_jax.buffers import BUFFER_SPECS, AttentionBuffers, allocate_attention_buffers
 from tbo_jax.compiler_options import Options, compiler_options
 from tbo_jax.config import OverlapConfig
 from tbo_jax.forward import Rows, forward
 from tbo_jax.kernels import choose_kernels
 from tbo_jax.layers.decoder import CausalLM
+from tbo_jax.layers.tensor_parallel import TensorParallel
 from tbo_jax.moe.exchange import Exchange, LocalExchange, Transport, make_exchange
 from tbo_jax.moe.message import DispatchDtype
 from tbo_jax.shapes import Bucket, CacheConfig, Program
-from tbo_jax.sharding import RANKS, parameter_spec
+from tbo_jax.sharding import DEVICES, RANKS, TENSOR, num_ranks, parameter_spec
 from tbo_jax.stages import StackedLayers
 
 logger = logging.getLogger(__name__)
@@ -34,8 +37,9 @@ class ModelRunner:
     """Compiles and runs the step of a model: R ranks, each with its own batch and its own pages.
 
     The step is `(buffers, batch) -> (logits, buffers)`; its buffers are donated. Attention is
-    data-parallel over the ranks and experts are sharded over them, all in one SPMD program: every
-    rank issues the same collectives whatever its batch holds, an empty batch included.
+    data-parallel over the ranks, tensor-parallel over the devices of a rank, and experts are
+    sharded over all devices, in one SPMD program: every device issues the same collectives whatever
+    its batch holds, an empty batch included.
     """
 
     def __init__(
@@ -52,14 +56,14 @@ class ModelRunner:
         """Args:
         model: with its weights on the devices of `mesh`, as `load_model` leaves them.
         cache: size of the key/value cache.
-        mesh: 1-D mesh of the ranks.
+        mesh: of `make_mesh`.
         overlap: micro-batches; default none.
         transport, dispatch_dtype: of the expert exchange (`make_exchange`).
         logits: of the last token of each sequence [R, B, V], or of all tokens [R, T, V].
 
         Raises:
-            ValueError: the experts do not divide over the ranks, or an unknown transport or
-                dispatch_dtype.
+            ValueError: the experts do not divide over the devices, or the heads over those of a
+                rank, or an unknown transport or dispatch_dtype.
         """
         self.config = model.config
         self.cache = cache
@@ -72,16 +76,18 @@ class ModelRunner:
         # Split once: a jitted step that took the module would walk its object graph in every call.
         self._graph, state = nnx.split(model)
         flat = nnx.to_flat_state(state)
-        self._specs = [parameter_spec(path, variable) for path, variable in flat]
+        self._specs = [parameter_spec(path, variable, mesh) for path, variable in flat]
         self._weights, self._structure = jax.tree.flatten(state)
-        self.kernels = choose_kernels(mesh.devices.flat[0], model.config)
+        self.tensor = TensorParallel(mesh.shape[TENSOR])
+        self._on_device = model.config.of_device(self.tensor.size)
+        self.kernels = choose_kernels(mesh.devices.flat[0], self._on_device)
         self._compiled: dict[Program, jax.stages.Compiled] = {}
         self._chosen: dict[Bucket, int] = {}
         self._exchange: Exchange = LocalExchange()
         if self.config.num_experts:
             self._exchange = make_exchange(
                 transport,
-                axis=RANKS,
+                axis=DEVICES,
                 num_devices=mesh.size,
                 num_experts=self.config.num_experts,
                 top_k=self.config.num_experts_per_token,
@@ -123,7 +129,8 @@ class ModelRunner:
     @property
     def communicates(self) -> bool:
         """Whether the layers send anything from device to device."""
-        return self._num_sparse > 0 and not isinstance(self._exchange, LocalExchange)
+        exchanged = self._num_sparse > 0 and not isinstance(self._exchange, LocalExchange)
+        return exchanged or self.tensor.size > 1
 
     @property
     def _num_sparse(self) -> int:
@@ -133,8 +140,13 @@ class ModelRunner:
         """Bytes that a device sends to others in a step; with a ragged transport the most."""
         count, config = self.micro_batches(bucket), self.config
         tokens = -(-bucket.tokens // count)  # of a micro-batch, padding included
-        once = self._exchange.link_bytes(tokens, config.hidden_size, config.dtype)
-        return self._num_sparse * count * once
+        part = -(-tokens // self.tensor.size)
+        sparse = self._exchange.link_bytes(part, config.hidden_size, config.dtype)
+        # In rings: scattering sends all parts but one, and so does gathering; reducing does both.
+        away = (self.tensor.size - 1) * part * config.hidden_size * jnp.dtype(config.dtype).itemsize
+        dense = 4 * away  # reduced twice
+        num_dense = config.num_layers - self._num_sparse
+        return count * (self._num_sparse * (sparse + 2 * away) + num_dense * dense)
 
     def allocate(self) -> AttentionBuffers:
         """The buffers that every step takes and returns."""
@@ -143,7 +155,7 @@ class ModelRunner:
             num_layers=config.num_layers,
             num_pages=cache.num_pages,
             page_size=cache.page_size,
-            num_kv_heads=config.num_kv_heads,
+            num_kv_heads=self._on_device.num_kv_heads,
             head_dim=config.head_dim,
             dtype=config.dtype,
             max_tokens=cache.max_tokens,
@@ -234,16 +246,21 @@ class ModelRunner:
     def lower(self, bucket: Bucket, micro_batches: int | None = None) -> jax.stages.Lowered:
         """The step of a bucket, traced and lowered for the mesh; nothing is allocated."""
         count = self.micro_batches(bucket) if micro_batches is None else micro_batches
-        ranks = NamedSharding(self.mesh, PartitionSpec(RANKS))
+        placed = functools.partial(NamedSharding, self.mesh)
 
         def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         weights = [
-            abstract(leaf, NamedSharding(self.mesh, spec))
+            abstract(leaf, placed(spec))
             for leaf, spec in zip(self._weights, self._specs, strict=True)
         ]
-        buffers = jax.tree.map(lambda leaf: abstract(leaf, ranks), jax.eval_shape(self.allocate))
+        buffers = jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda leaf: abstract(leaf, placed(spec)), part),
+            BUFFER_SPECS,
+            jax.eval_shape(self.allocate),
+        )
+        ranks = placed(PartitionSpec(RANKS))
         batch = jax.tree.map(lambda leaf: abstract(leaf, ranks), self._abstract_batch(bucket))
         with warnings.catch_warnings():
             # A buffer that cannot be updated in place would be copied whole in every step.
@@ -257,7 +274,7 @@ class ModelRunner:
             sequence_capacity=bucket.sequences,
             pages_per_sequence=self.cache.pages_per_sequence,
         )  # fmt: skip
-        size = self.mesh.size
+        size = num_ranks(self.mesh)
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape), a.dtype), one)
 
     def _jitted(self, bucket: Bucket, count: int) -> Any:
@@ -274,6 +291,7 @@ class ModelRunner:
                 micro_batches=count,
                 kernels=self.kernels,
                 exchange=self._exchange,
+                tensor=self.tensor,
                 rows=self.logits,
             )
             return logits[None], buffers
@@ -282,10 +300,10 @@ class ModelRunner:
         sharded = jax.shard_map(
             step,
             mesh=self.mesh,
-            in_specs=(self._specs, ranks, ranks),
-            out_specs=(ranks, ranks),
+            in_specs=(self._specs, BUFFER_SPECS, ranks),
+            out_specs=(ranks, BUFFER_SPECS),
             check_vma=False,
         )
         # Explicit: inferred shardings of axes of size one get lost, and the next step would copy.
-        placed = NamedSharding(self.mesh, ranks)
-        return jax.jit(sharded, donate_argnums=1, out_shardings=(placed, placed))
+        placed = jax.tree.map(functools.partial(NamedSharding, self.mesh), (ranks, BUFFER_SPECS))
+        return jax.jit(sharded, donate_argnums=1, out_shardings=placed)

@@ -1,23 +1,63 @@
-"""The mesh of the ranks, and which parameter is sharded over it."""
+"""The mesh of the devices, and which parameter is sharded over which of its axes.
+
+| axis | over it |
+|---|---|
+| `nodes` | data-parallel attention; what crosses it takes the slow link |
+| `ranks` | data-parallel attention, within a node |
+| `tensor` | attention and feed-forward of one rank, by heads and by features (Megatron-LM) |
+
+Experts are sharded over all three. A rank, which has a batch and a cache of its own, is a place on
+the first two.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from tbo_jax.layers.mlp import EXPERT_AXIS
+NODES = "nodes"
+RANKS = (NODES, "ranks")
+TENSOR = "tensor"
+DEVICES = (*RANKS, TENSOR)
 
-RANKS = "ranks"  # the mesh axis: attention is data-parallel over it, experts are sharded over it
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is shared out: its metadata `shard` (`nnx.Param(value, shard=Shard(...))`).
+
+    Over the devices of the axis, along `dimension`, which holds so many `units` (experts, heads,
+    features) that stay whole. Fewer key/value heads than devices are not shared out, but there on
+    each device, which takes the one that it needs.
+    """
+
+    axis: Literal["experts", "tensor"]
+    dimension: int
+    units: int
 
 
-def make_mesh(num_devices: int | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A 1-D mesh of the first `num_devices` devices (default all).
+def make_mesh(
+    num_devices: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    tensor: int = 1,
+    nodes: int = 1,
+) -> Mesh:
+    """A mesh of the first `num_devices` devices (default all), with the axes of this module.
+
+    Args:
+        num_devices: nodes x ranks x tensor.
+        devices: to choose from, those of a node one after another; default all there are.
+        tensor: devices that share the attention and the feed-forward of one rank; neighbours.
+        nodes: groups of devices with a slower link between them.
 
     Raises:
-        ValueError: fewer devices exist.
+        ValueError: fewer devices exist, or they do not divide.
     """
     devices = jax.devices() if devices is None else devices
     wanted = len(devices) if num_devices is None else num_devices
@@ -26,12 +66,29 @@ def make_mesh(num_devices: int | None = None, devices: Sequence[jax.Device] | No
             f"{wanted} devices were asked for, {len(devices)} exist on platform "
             f"{devices[0].platform!r}: expected 1 to {len(devices)}"
         )
-    return Mesh(devices[:wanted], (RANKS,))
+    for name, size in {"tensor": tensor, "nodes": nodes}.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if wanted % (nodes * tensor):
+        raise ValueError(
+            f"{wanted} devices do not divide into {nodes} node(s) with {tensor}-way tensor "
+            f"parallelism: expected a multiple of {nodes * tensor}"
+        )
+    return Mesh(np.array(devices[:wanted]).reshape(nodes, -1, tensor), DEVICES)
 
 
-def parameter_spec(path: Sequence[object], parameter: nnx.Variable) -> PartitionSpec:
-    """How a parameter is laid out over `RANKS`: experts along their axis, all else replicated."""
-    if parameter.get_metadata().get("sharded_over") != EXPERT_AXIS:
+def num_ranks(mesh: Mesh) -> int:
+    """R, how many ranks have a batch of their own."""
+    return mesh.size // mesh.shape[TENSOR]
+
+
+def parameter_spec(path: Sequence[object], parameter: nnx.Variable, mesh: Mesh) -> PartitionSpec:
+    """How a parameter is laid out over `mesh`; one that does not say is replicated."""
+    shard: Shard | None = parameter.get_metadata().get("shard")
+    if shard is None:
         return PartitionSpec()
-    # Scanned layers have an axis of layers before the axis of experts.
-    return PartitionSpec(None, RANKS) if "stacked" in path else PartitionSpec(RANKS)
+    if shard.axis == "tensor" and shard.units % mesh.shape[TENSOR]:
+        return PartitionSpec()
+    # Scanned layers have an axis of layers in front.
+    before = [None] * (shard.dimension + ("stacked" in path))
+    return PartitionSpec(*before, DEVICES if shard.axis == "experts" else TENSOR)

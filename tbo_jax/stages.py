@@ -34,10 +34,14 @@ class Stage:
     (None in the first stage), `cache` this layer's view of the key/value cache (None in training),
     `context` whatever the caller passed for the micro-batch. Without `communicate`, `outgoing` is
     handed on as it is. All but `context` are pytrees of arrays.
+
+    A stage may be told by `idle(context)` that its communication has nothing to do. It is then one
+    stage with the next, or a part of `merge`: where nothing travels, nothing else need be computed.
     """
 
     compute: Callable[[Any, Any, Any, Any, Any], tuple[Any, Any, Any]]
     communicate: Callable[[Any, Any], Any] | None = None
+    idle: Callable[[Any], bool] | None = None
 
 
 class Layer(Protocol):
@@ -150,11 +154,53 @@ def run_layers(
     else:
         previous, after = None, None
         for index, layer in enumerate(layers):
+            layer = _Joined.of(layer, contexts[0])
             cache, after = _run_layer(layer, previous, index, lanes, cache, after)
             previous = layer
-    last = layers[len(layers) - 1]
+    last = _Joined.of(layers[len(layers) - 1], contexts[0])
     _finish_layer(last, len(layers) - 1, lanes)
     return [last.merge(lane.carry, lane.received, lane.context) for lane in lanes], cache
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A layer in which every stage but the last one communicates."""
+
+    layer: Any
+    stages: tuple[Stage, ...]
+    rest: tuple[Stage, ...]  # idle ones after the last that communicates: computed before `merge`
+
+    @classmethod
+    def of(cls, layer: Layer, context: Any) -> _Joined:
+        stages: list[Stage] = []
+        waiting: list[Stage] = []
+        for stage in layer.stages:
+            waiting.append(stage)
+            if stage.idle is None or not stage.idle(context):
+                stages.append(_join(waiting))
+                waiting = []
+        if not stages:
+            return cls(layer, (_join([*waiting[:-1], Stage(waiting[-1].compute)]),), ())
+        return cls(layer, tuple(stages), tuple(waiting))
+
+    def merge(self, carry: Any, received: Any, context: Any) -> Any:
+        for stage in self.rest:
+            carry, received, _ = stage.compute(self.layer, carry, received, None, context)
+        return self.layer.merge(carry, received, context)
+
+
+def _join(stages: Sequence[Stage]) -> Stage:
+    """The stages as one, which communicates what the last does."""
+    if len(stages) == 1:
+        return stages[0]
+
+    def compute(layer, carry, received, cache, context):
+        for stage in stages:
+            carry, received, cache = stage.compute(layer, carry, received, cache, context)
+        return carry, received, cache
+
+    compute.__name__ = "_and_".join(stage.compute.__name__ for stage in stages)
+    return Stage(compute, stages[-1].communicate)
 
 
 def _run_layer(layer, previous, index, lanes: list[_Lane], cache, after):
@@ -179,7 +225,9 @@ def _run_layer(layer, previous, index, lanes: list[_Lane], cache, after):
                 carry, received, view = inputs
                 if number == 0 and previous is not None:
                     carry, received = previous.merge(carry, received, lane.context), None
-                carry, outgoing, view = stage.compute(layer, carry, received, view, lane.context)
+                carry, outgoing, view = stage.compute(
+                    layer.layer, carry, received, view, lane.context
+                )
             cache = None if cache is None else cache.with_layer(index, view)
             lane.carry, lane.outgoing, after = carry, outgoing, (carry, outgoing)
             final = number == len(layer.stages) - 1 and lane is lanes[-1]
@@ -213,7 +261,8 @@ def _run_scanned(layers: StackedLayers, lanes: list[_Lane], cache):
     The last lane runs a communication behind: what it sends at the end of a layer travels over the
     loop boundary as the loop's carry and is communicated beside the first lane's compute.
     """
-    cache, _ = _run_layer(layers[0], None, 0, lanes, cache, None)
+    context = lanes[0].context
+    cache, _ = _run_layer(_Joined.of(layers[0], context), None, 0, lanes, cache, None)
 
     def body(state, index):
         carries, received, outgoing, cache = state
@@ -221,7 +270,8 @@ def _run_scanned(layers: StackedLayers, lanes: list[_Lane], cache):
             lane.carry, lane.received = carry, got
         lanes[-1].outgoing = outgoing
         after = (lanes[-1].carry, outgoing)
-        cache, _ = _run_layer(layers[index], layers[index - 1], index, lanes, cache, after)
+        layer, before = (_Joined.of(layers[i], context) for i in (index, index - 1))
+        cache, _ = _run_layer(layer, before, index, lanes, cache, after)
         return _loop_state(lanes, cache), None
 
     if len(layers) == 1:

@@ -20,7 +20,7 @@ from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.models import find_architecture
 from tbo_jax.models.architecture import Architecture
 from tbo_jax.moe.exchange import check_divisible
-from tbo_jax.sharding import parameter_spec
+from tbo_jax.sharding import TENSOR, parameter_spec
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -58,25 +58,27 @@ def load_model(
 ) -> CausalLM:
     """Load the checkpoint in `folder` onto the devices of `mesh`.
 
-    Nothing but the parameter being read is held on the host beside the loaded weights: an expert
-    weight is read for one device's experts at a time.
+    Nothing but the parameter being read is held on the host beside the loaded weights: a weight
+    that is shared out is read for one device at a time.
 
     Args:
         folder: Hugging Face folder with config.json and safetensors.
-        mesh: 1-D mesh; experts are sharded over it, everything else is replicated.
+        mesh: of `make_mesh`, which tells what is sharded over which axis.
         dtype: of the loaded weights; the file's may differ.
         scanned: stack equal layers for a scan.
         progress: called with (bytes done, bytes in all), bytes of the files.
 
     Raises:
         CheckpointError: unreadable or unsupported configuration, broken files, a tensor that is
-            missing, left over or of another shape, experts that do not divide over the devices.
+            missing, left over or of another shape, experts or heads that do not divide over the
+            devices.
     """
     config, architecture = read_config(folder, dtype)
     tensors = TensorFolder.open(folder)
     try:
         if config.num_experts:
             check_divisible(config.num_experts, mesh.size)
+        config.of_device(mesh.shape[TENSOR])
         abstract = nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0), scanned=scanned))
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
@@ -93,7 +95,7 @@ def load_model(
     done = 0
     loaded = []
     for path, variable in flat:
-        sharding = NamedSharding(mesh, parameter_spec(path, variable))
+        sharding = NamedSharding(mesh, parameter_spec(path, variable, mesh))
         value = _read_parameter(tensors, sources[path], variable.shape, variable.dtype, sharding)
         loaded.append((path, variable.replace(value)))
         done += sum(tensors.info(source.name).nbytes for source in sources[path])

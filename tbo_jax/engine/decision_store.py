@@ -38,7 +38,7 @@ def decision_key(runner: ModelRunner, bucket: Bucket) -> dict[str, Any]:
         "jaxlib": jaxlib.__version__,
         "platform": device.client.platform_version,
         "device_kind": device.device_kind,
-        "devices": runner.mesh.size,
+        "devices": dict(runner.mesh.shape),
         "processes": jax.process_count(),
         "flags": {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
         "model": asdict(runner.config),

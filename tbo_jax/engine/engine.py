@@ -18,6 +18,7 @@ from tbo_jax.engine.trial import Timer
 from tbo_jax.runner import ModelRunner
 from tbo_jax.sampling_params import MAX_SEED, SamplingParams
 from tbo_jax.shapes import Bucket
+from tbo_jax.sharding import num_ranks
 from tbo_jax.text import TextStream, Tokenizer
 
 
@@ -99,7 +100,7 @@ class Engine:
         self.look_ahead = look_ahead
         cache = runner.cache
         self.scheduler = Scheduler(
-            runner.mesh.size,
+            num_ranks(runner.mesh),
             cache.num_pages,
             cache.page_size,
             max_sequences,

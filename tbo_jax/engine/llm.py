@@ -27,7 +27,7 @@ from tbo_jax.progress import progress_bar
 from tbo_jax.runner import ModelRunner
 from tbo_jax.sampling_params import SamplingParams
 from tbo_jax.shapes import CacheConfig
-from tbo_jax.sharding import make_mesh
+from tbo_jax.sharding import TENSOR, make_mesh
 from tbo_jax.text import Tokenizer, end_of_sequence_ids
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, token ids, or chat messages
@@ -49,7 +49,8 @@ class Completion:
 class LLM:
     """A language model with its tokenizer, compiled and ready to generate.
 
-    Experts are sharded over all devices, attention is data-parallel over them.
+    Experts are sharded over all devices; attention is data-parallel over them, in groups of
+    `tensor_parallel`.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class LLM:
         model: str | os.PathLike[str],
         *,
         devices: int | None = None,
+        tensor_parallel: int = 1,
         dtype: Literal["bfloat16", "float32"] | None = None,
         overlap: OverlapConfig | None = None,
         max_context: int | None = None,
@@ -77,6 +79,8 @@ class LLM:
             model: a Hugging Face folder, or the id of a model on the hub.
             devices: how many devices to use; default all. On CPU that many are made, unless JAX is
                 in use already.
+            tensor_parallel: devices that share the attention and the feed-forward of a sequence.
+                Groups of so many have sequences of their own.
             dtype: of weights and compute; default float32 on CPU, bfloat16 elsewhere.
             overlap: two-batch overlap; default `OverlapConfig.from_env()` (`USE_TBO`). What mode
                 "auto" decided, and why, is in `statistics`.
@@ -114,7 +118,7 @@ class LLM:
         if compilation_cache:
             use_compilation_cache()
         self.folder = resolve_model(os.fspath(model))
-        self.mesh = _make_devices(devices)
+        self.mesh = _make_devices(devices, tensor_parallel)
         platform = self.mesh.devices.flat[0].platform
         chosen = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
         config, _ = read_config(self.folder, chosen)
@@ -134,7 +138,9 @@ class LLM:
         self.load_seconds = time.perf_counter() - start
         longest = config.max_position_embeddings if max_context is None else max_context
         if num_pages is None:
-            num_pages = default_num_pages(config, self.mesh, page_size, max_sequences, longest)
+            num_pages = default_num_pages(
+                config.of_device(tensor_parallel), self.mesh, page_size, max_sequences, longest
+            )
         held = (num_pages - 1) * page_size
         if max_context is not None and max_context > held:
             raise ValueError(
@@ -256,6 +262,7 @@ class LLM:
             "tokens_per_second": rate,
             "load_seconds": self.load_seconds,
             "devices": self.mesh.size,
+            "tensor_parallel": self.mesh.shape[TENSOR],
             "platform": self.mesh.devices.flat[0].platform,
         }
 
@@ -277,9 +284,9 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def _make_devices(count: int | None) -> Mesh:
+def _make_devices(count: int | None, tensor_parallel: int) -> Mesh:
     if count is not None and count >= 1:
         # RuntimeError: JAX is in use already, and the devices are what they are.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
-    return make_mesh(count)
+    return make_mesh(count, tensor=tensor_parallel)

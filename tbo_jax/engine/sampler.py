@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tbo_jax.sampling import SamplingInputs, sample
-from tbo_jax.sharding import RANKS
+from tbo_jax.sharding import RANKS, num_ranks
 
 
 def compile_sampler(mesh: Mesh, rows: int, vocab_size: int, width: int) -> jax.stages.Compiled:
@@ -24,10 +24,10 @@ def compile_sampler(mesh: Mesh, rows: int, vocab_size: int, width: int) -> jax.s
         return tokens[None], jnp.pad(tokens, (0, width - rows))[None]
 
     idle = SamplingInputs.from_rows([], [], [], rows)
-    example = jax.tree.map(lambda leaf: np.stack([leaf] * mesh.size), idle)
+    example = jax.tree.map(lambda leaf: np.stack([leaf] * num_ranks(mesh)), idle)
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed),
-        (jax.ShapeDtypeStruct((mesh.size, rows, vocab_size), np.float32), example),
+        (jax.ShapeDtypeStruct((num_ranks(mesh), rows, vocab_size), np.float32), example),
     )
     return _over_ranks(mesh, per_rank).lower(*abstract).compile()
 
@@ -43,7 +43,7 @@ def compile_feed(mesh: Mesh, tokens: int, width: int) -> jax.stages.Compiled:
     def per_rank(ids, sampled):
         return jnp.where(ids < 0, jnp.take(sampled[0], -1 - ids, mode="clip"), ids)
 
-    shapes = (mesh.size, tokens), (mesh.size, width)
+    shapes = (num_ranks(mesh), tokens), (num_ranks(mesh), width)
     abstract = [jax.ShapeDtypeStruct(shape, np.int32, sharding=placed) for shape in shapes]
     return _over_ranks(mesh, per_rank).lower(*abstract).compile()
 

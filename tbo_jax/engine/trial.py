@@ -16,7 +16,7 @@ from tbo_jax.batch import ForwardBatch, stack_batches
 from tbo_jax.buffers import AttentionBuffers
 from tbo_jax.runner import ModelRunner
 from tbo_jax.shapes import Bucket, CacheConfig
-from tbo_jax.sharding import RANKS
+from tbo_jax.sharding import RANKS, num_ranks
 
 # bucket, number of micro-batches, one step of that program until its results are there -> seconds
 Timer = Callable[[Bucket, int, Callable[[], None]], float]
@@ -57,7 +57,7 @@ def time_programs(
         jax.errors.JaxRuntimeError: the whole program fails at once: nothing could run.
     """
     shared = NamedSharding(runner.mesh, PartitionSpec(RANKS))
-    vocabulary, ranks = runner.config.vocab_size, runner.mesh.size
+    vocabulary, ranks = runner.config.vocab_size, num_ranks(runner.mesh)
     batch = jax.device_put(full_batch(bucket, runner.cache, vocabulary, ranks), shared)
 
     def run(count: int) -> None:

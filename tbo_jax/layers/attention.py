@@ -20,26 +20,42 @@ class SelfAttention(nnx.Module):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
 
         hidden, bias = config.hidden_size, config.attention_bias
-        self.q_proj = Linear(hidden, heads * head_dim, config, bias=bias, rngs=rngs)
-        self.k_proj = Linear(hidden, kv_heads * head_dim, config, bias=bias, rngs=rngs)
-        self.v_proj = Linear(hidden, kv_heads * head_dim, config, bias=bias, rngs=rngs)
-        out_bias = config.attention_output_bias
-        self.o_proj = Linear(heads * head_dim, hidden, config, bias=out_bias, rngs=rngs)
+
+        def project_to(count: int) -> Linear:
+            return Linear(
+                hidden, count * head_dim, config, bias=bias, shared_outputs=count, rngs=rngs
+            )
+
+        self.q_proj = project_to(heads)
+        self.k_proj, self.v_proj = project_to(kv_heads), project_to(kv_heads)
+        self.o_proj = Linear(
+            heads * head_dim,
+            hidden,
+            config,
+            bias=config.attention_output_bias,
+            shared_inputs=heads,
+            rngs=rngs,
+        )
         if config.query_key_norm:
             self.q_norm = rms_norm(head_dim, config, rngs)
             self.k_norm = rms_norm(head_dim, config, rngs)
         self.query_key_norm = config.query_key_norm
         self.interleaved = config.rotary.interleaved
-        self.head_dim = head_dim
+        self.head_dim, self.num_kv_heads = head_dim, kv_heads
         self.scale = head_dim**-0.5
         self.sliding_window = config.sliding_window
 
     def __call__(self, x: jax.Array, cache: Any, context: LayerContext) -> tuple[jax.Array, Any]:
-        """[T, D], the layer's cache -> [T, D], cache."""
+        """[T, D], the layer's cache -> [T, D], cache.
+
+        The sum over this device's heads: what `o_proj` has for a bias is left to the caller.
+        """
         tokens = x.shape[0]
         q = self.q_proj(x).reshape(tokens, -1, self.head_dim)
         k = self.k_proj(x).reshape(tokens, -1, self.head_dim)
         v = self.v_proj(x).reshape(tokens, -1, self.head_dim)
+        if self.num_kv_heads < context.tensor.size:
+            k, v = context.tensor.own_head(k), context.tensor.own_head(v)
         if self.query_key_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q = apply_rotary(q, context.rotary, interleaved=self.interleaved)
@@ -47,4 +63,4 @@ class SelfAttention(nnx.Module):
         out, cache = context.attention(
             q, k, v, cache, scale=self.scale, sliding_window=self.sliding_window
         )
-        return self.o_proj(out.reshape(tokens, -1)), cache
+        return self.o_proj.product(out.reshape(tokens, -1)), cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -54,6 +54,30 @@ class DecoderConfig:
     def is_sparse(self, layer: int) -> bool:
         """Whether layer `layer` has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
+
+    def of_device(self, tensor: int) -> DecoderConfig:
+        """What one of `tensor` devices that share a rank sees: its heads.
+
+        Raises:
+            ValueError: heads, key/value heads or features of dense layers do not divide.
+        """
+        kv_heads = self.num_kv_heads
+        shared = {"attention heads": self.num_heads}
+        if not all(self.is_sparse(layer) for layer in range(self.num_layers)):
+            shared["features of the feed-forward"] = self.intermediate_size
+        for name, count in shared.items():
+            if count % tensor:
+                raise ValueError(
+                    f"{count} {name} cannot be shared equally by {tensor} devices "
+                    "(tensor parallelism)"
+                )
+        if kv_heads % tensor and tensor % kv_heads:
+            raise ValueError(
+                f"{kv_heads} key/value heads and {tensor} devices (tensor parallelism): expected "
+                "one to be a multiple of the other"
+            )
+        heads, kv_heads = self.num_heads // tensor, max(1, kv_heads // tensor)
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads)
 
     @property
     def router(self) -> Routing:

@@ -13,6 +13,7 @@ from tbo_jax.attention.dense import dense_causal_attention
 from tbo_jax.attention.paged import paged_attention, write_pages
 from tbo_jax.attention.work import AttentionWork
 from tbo_jax.batch import ForwardBatch
+from tbo_jax.layers.tensor_parallel import ONE_DEVICE, TensorParallel
 from tbo_jax.moe.exchange import Exchange
 from tbo_jax.moe.experts import apply_experts
 
@@ -70,6 +71,7 @@ class LayerContext:
     exchange: Exchange
     rotary: tuple[jax.Array, jax.Array]  # cos, sin: [T, rotated dimensions / 2] float32
     live: jax.Array  # [T] bool, false for padding
+    tensor: TensorParallel = ONE_DEVICE
     experts: Callable[..., jax.Array] = apply_experts  # see `moe.experts.apply_experts`
     balance_loss_weight: float = 0.0  # training: weight of the routers' load-balancing loss
 

@@ -26,28 +26,56 @@ def combine(message, context: LayerContext):
     return context.exchange.combine(message)
 
 
+def reduce(partial, context: LayerContext):
+    """Partial sums of a rank's devices to their sum on each."""
+    return context.tensor.reduce(partial)
+
+
+def scatter(partial, context: LayerContext):
+    """Partial sums of a rank's devices to each one's part of the tokens."""
+    return context.tensor.scatter(partial)
+
+
+def gather(part, context: LayerContext):
+    """Each device's part of the tokens to all of them."""
+    return context.tensor.gather(part, context.live.shape[0])
+
+
+def on_one_device(context: LayerContext) -> bool:
+    """Whether a rank is one device: nothing to add up."""
+    return context.tensor.size == 1
+
+
 class DenseLayer(nnx.Module):
-    """Attention and gated feed-forward: one stage, nothing to communicate."""
+    """Attention and gated feed-forward: (attend | reduce), (feed | reduce)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.input_layernorm = rms_norm(config.hidden_size, config, rngs)
         self.self_attn = SelfAttention(config, rngs=rngs)
         self.post_attention_layernorm = rms_norm(config.hidden_size, config, rngs)
-        self.mlp = GatedMlp(config, config.intermediate_size, rngs=rngs)
+        self.mlp = GatedMlp(config, config.intermediate_size, shared=True, rngs=rngs)
 
-    def attend_and_feed(self, hidden, received, cache, context: LayerContext):
+    def attend(self, hidden, received, cache, context: LayerContext):
         attended, cache = self.self_attn(self.input_layernorm(hidden), cache, context)
+        return self.self_attn.o_proj.add_bias(hidden), attended, cache
+
+    def feed(self, hidden, attended, cache, context: LayerContext):
         hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), None, cache
+        fed = self.mlp.partial(self.post_attention_layernorm(hidden))
+        return self.mlp.down_proj.add_bias(hidden), fed, cache
 
-    def merge(self, hidden, received, context: LayerContext):
-        return hidden
+    def merge(self, hidden, fed, context: LayerContext):
+        return hidden + fed
 
-    stages = (Stage(attend_and_feed),)
+    stages = (Stage(attend, reduce, on_one_device), Stage(feed, reduce, on_one_device))
 
 
 class SparseLayer(nnx.Module):
-    """Attention and mixture of experts: (attend, route | dispatch), (experts | combine).
+    """Attention and mixture of experts:
+
+    (attend | scatter), (route | dispatch), (experts | combine), (collect | gather)
+
+    and, where a rank is one device, (attend, route | dispatch), (experts | combine).
 
     Shared experts take their input from what stays on the device and not from what was received,
     so that nothing need arrive first. With one micro-batch XLA can compute them while the dispatch
@@ -64,9 +92,12 @@ class SparseLayer(nnx.Module):
         """Leave the experts of layer `index` in the stack: see `ExpertWeights`."""
         self.mlp.share_stack(stacked.mlp, index)
 
-    def attend_and_route(self, hidden, received, cache, context: LayerContext):
+    def attend(self, hidden, received, cache, context: LayerContext):
         attended, cache = self.self_attn(self.input_layernorm(hidden), cache, context)
-        hidden = hidden + attended
+        return self.self_attn.o_proj.add_bias(hidden), attended, cache
+
+    def route(self, hidden, attended, cache, context: LayerContext):
+        hidden = context.tensor.part(hidden) + attended
         normed = self.post_attention_layernorm(hidden)
         message, slots = self.mlp.route(normed, context)
         kept = None if self.mlp.shared_experts is None else normed
@@ -78,11 +109,19 @@ class SparseLayer(nnx.Module):
             hidden = hidden + self.mlp.shared(normed)
         return (hidden, slots), self.mlp.apply(received, context), cache
 
-    def merge(self, carry, received, context: LayerContext):
+    def collect(self, carry, received, cache, context: LayerContext):
         hidden, slots = carry
-        return hidden + context.exchange.unpack_results(received, slots)
+        return None, hidden + context.exchange.unpack_results(received, slots), cache
 
-    stages = (Stage(attend_and_route, dispatch), Stage(run_experts, combine))
+    def merge(self, carry, hidden, context: LayerContext):
+        return hidden
+
+    stages = (
+        Stage(attend, scatter, on_one_device),
+        Stage(route, dispatch),
+        Stage(run_experts, combine),
+        Stage(collect, gather, on_one_device),
+    )
 
 
 class CausalLM(nnx.Module):

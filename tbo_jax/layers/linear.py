@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tbo_jax.layers.config import DecoderConfig
+from tbo_jax.sharding import Shard
 
 FEW_ROWS = 64  # up to here `project` puts the weight on the left on CPU
 
@@ -35,7 +36,11 @@ def _weight_on_the_left(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 class Linear(nnx.Module):
-    """`x @ weight.T + bias` with the weight as checkpoints keep it, [out, in]."""
+    """`x @ weight.T + bias` with the weight as checkpoints keep it, [out, in].
+
+    With tensor parallelism a device has some of the outputs, or of the inputs. With some of the
+    inputs `product` is a partial sum, and the bias has to wait until it is complete.
+    """
 
     def __init__(
         self,
@@ -44,15 +49,33 @@ class Linear(nnx.Module):
         config: DecoderConfig,
         *,
         bias: bool = False,
+        shared_outputs: int = 0,
+        shared_inputs: int = 0,
         rngs: nnx.Rngs,
     ):
+        """Args:
+        fan_in, fan_out, config: sizes, dtype and scale of the initial weights.
+        bias: whether there is one.
+        shared_outputs, shared_inputs: share the outputs or the inputs out over the devices of a
+            rank, in so many units that stay whole; 0: do not.
+        """
         init = nnx.initializers.normal(config.initializer_range)
-        self.weight = nnx.Param(init(rngs.params(), (fan_out, fan_in), config.dtype))
-        self.bias = nnx.Param(jnp.zeros(fan_out, config.dtype)) if bias else None
+        outputs = Shard("tensor", 0, shared_outputs) if shared_outputs else None
+        shard = Shard("tensor", 1, shared_inputs) if shared_inputs else outputs
+        weight = init(rngs.params(), (fan_out, fan_in), config.dtype)
+        self.weight = nnx.Param(weight, shard=shard)
+        self.bias = nnx.Param(jnp.zeros(fan_out, config.dtype), shard=outputs) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, in] -> [T, out]."""
-        y = project(x, self.weight[...])
+        return self.add_bias(self.product(x))
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """[T, in] -> [T, out], without the bias."""
+        return project(x, self.weight[...])
+
+    def add_bias(self, y: jax.Array) -> jax.Array:
+        """`y` [T, out] plus the bias, if there is one."""
         return y if self.bias is None else y + self.bias[...]
 
 

@@ -13,22 +13,27 @@ from tbo_jax.layers.context import LayerContext
 from tbo_jax.layers.linear import Linear, project
 from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.moe.routing import attach_loss
-
-EXPERT_AXIS = "experts"  # name by which expert weights say along which dimension they are sharded
+from tbo_jax.sharding import Shard
 
 
 class GatedMlp(nnx.Module):
     """Gated feed-forward block, SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, config: DecoderConfig, inner: int, *, rngs: nnx.Rngs):
-        hidden, bias = config.hidden_size, config.mlp_bias
-        self.gate_proj = Linear(hidden, inner, config, bias=bias, rngs=rngs)
-        self.up_proj = Linear(hidden, inner, config, bias=bias, rngs=rngs)
-        self.down_proj = Linear(inner, hidden, config, bias=bias, rngs=rngs)
+    def __init__(self, config: DecoderConfig, inner: int, *, shared: bool = False, rngs: nnx.Rngs):
+        """`inner` features, with `shared` shared out over the devices of a rank."""
+        hidden, bias, units = config.hidden_size, config.mlp_bias, inner if shared else 0
+        out = dict(config=config, bias=bias, shared_outputs=units, rngs=rngs)
+        self.gate_proj = Linear(hidden, inner, **out)
+        self.up_proj = Linear(hidden, inner, **out)
+        self.down_proj = Linear(inner, hidden, config, bias=bias, shared_inputs=units, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, D] -> [T, D]."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj.add_bias(self.partial(x))
+
+    def partial(self, x: jax.Array) -> jax.Array:
+        """[T, D] -> [T, D]: the sum over this device's features, without `down_proj`'s bias."""
+        return self.down_proj.product(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Router(nnx.Module):
@@ -72,7 +77,7 @@ class SparseMoe(nnx.Module):
 
         def weight(shape: tuple[int, ...]) -> nnx.Param:
             value = normal(rngs.params(), shape, config.dtype)
-            return nnx.Param(value, sharded_over=EXPERT_AXIS)
+            return nnx.Param(value, shard=Shard("experts", 0, experts))
 
         self.gate_up_proj = weight((experts, hidden, 2 * width))
         self.down_proj = weight((experts, width, hidden))
@@ -89,18 +94,19 @@ class SparseMoe(nnx.Module):
         self.layer = nnx.data(jnp.asarray(layer, jnp.int32))
 
     def route(self, x: jax.Array, context: LayerContext) -> tuple[Any, Any]:
-        """[T, D] -> the message to the experts' devices, and what `merge` needs to unpack."""
+        """A device's tokens [P, D] -> the message to the experts, and what unpacks the answer."""
         logits = self.gate(x)
         bias = self.gate.correction_bias
         weights, experts = self.routing.route(logits, None if bias is None else bias[...])
         if context.balance_loss_weight:
             loss = self.routing.balance_loss(logits, experts)
             weights = attach_loss(weights, context.balance_loss_weight * loss)
-        experts = jnp.where(context.live[:, None], experts, -1)  # padding reaches no expert
+        live = context.tensor.part(context.live)
+        experts = jnp.where(live[:, None], experts, -1)  # padding reaches no expert
         return context.exchange.pack(x, experts, weights.astype(x.dtype))
 
     def shared(self, x: jax.Array) -> jax.Array:
-        """[T, D] -> [T, D]: the shared experts, on the device that has the tokens."""
+        """[P, D] -> [P, D]: the shared experts, on the device that has the tokens."""
         assert self.shared_experts is not None
         out = self.shared_experts(x)
         gate = self.shared_expert_gate

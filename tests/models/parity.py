@@ -9,7 +9,7 @@ import numpy as np
 from tbo_jax import Bucket, CacheConfig, ForwardBatch, ModelRunner, OverlapConfig
 from tbo_jax.batch import stack_batches
 from tbo_jax.checkpoint.load import load_model
-from tbo_jax.sharding import make_mesh
+from tbo_jax.sharding import make_mesh, num_ranks
 from tests.golden_cases import Golden
 
 PAGE, PAGES, COLUMNS, ROWS = 4, 48, 16, 8
@@ -18,8 +18,17 @@ DECODE = Bucket(ROWS, ROWS, decode=True)
 CACHE = CacheConfig(PAGES, PAGE, COLUMNS, PREFILL.tokens)
 
 
-def make_runner(name: str, *, devices=1, micro_batches=1, scanned=False, transport="all_to_all"):
-    mesh = make_mesh(devices)
+def make_runner(
+    name: str,
+    *,
+    devices=1,
+    tensor=1,
+    nodes=1,
+    micro_batches=1,
+    scanned=False,
+    transport="all_to_all",
+):
+    mesh = make_mesh(devices, tensor=tensor, nodes=nodes)
     model = load_model(Golden(name).folder, mesh=mesh, dtype=jnp.float32, scanned=scanned)
     overlap = OverlapConfig("on" if micro_batches > 1 else "off", max(2, micro_batches))
     return ModelRunner(model, CACHE, mesh=mesh, overlap=overlap, transport=transport, logits="all")
@@ -36,7 +45,7 @@ def feed(runner, buffers, bucket, chunks, pages):
     Rank r gets the sequences rotated by r, so that the ranks differ. Returns the logits of each
     sequence's tokens, from every rank, and the buffers.
     """
-    ranks = runner.mesh.size
+    ranks = num_ranks(runner.mesh)
     live = [i for i, (_, tokens) in enumerate(chunks) if tokens]
     orders = [live[r % len(live) :] + live[: r % len(live)] for r in range(ranks)]
     batches = [

@@ -9,6 +9,7 @@ import pytest
 
 from tbo_jax.checkpoint.load import load_model
 from tbo_jax.layers.context import DenseAttention, LayerContext
+from tbo_jax.layers.decoder import SparseLayer
 from tbo_jax.layers.rotary import rotary_table
 from tbo_jax.moe.exchange import LocalExchange
 from tbo_jax.sharding import make_mesh
@@ -19,7 +20,7 @@ TOKENS = 6
 
 def layer_and_context(name):
     model = load_model(DATA / name, mesh=make_mesh(1), dtype=jnp.float32)
-    layer = next(layer for layer in model.layers if len(layer.stages) == 2)
+    layer = next(layer for layer in model.layers if isinstance(layer, SparseLayer))
     context = LayerContext(
         attention=DenseAttention(TOKENS),
         exchange=LocalExchange(),
@@ -27,6 +28,10 @@ def layer_and_context(name):
         live=jnp.ones(TOKENS, bool),
     )
     return layer, context
+
+
+def routed(layer, x, context):
+    return layer.route(*layer.attend(x, None, None, context), context)
 
 
 def inputs():
@@ -37,7 +42,7 @@ def inputs():
 def test_shared_experts_do_not_wait_for_the_dispatch(name):
     layer, context = layer_and_context(name)
     x = inputs()
-    carry, (hidden, experts, weights), _ = layer.attend_and_route(x, None, None, context)
+    carry, (hidden, experts, weights), _ = routed(layer, x, context)
 
     @jax.jit
     def carry_after(received):
@@ -60,5 +65,5 @@ def test_the_gate_of_qwen2_moe_scales_each_token():
 
 def test_layers_without_shared_experts_keep_no_normed_input():
     layer, context = layer_and_context("mixtral")
-    carry, _, _ = layer.attend_and_route(jnp.ones((TOKENS, 64)), None, None, context)
+    carry, _, _ = routed(layer, jnp.ones((TOKENS, 64)), context)
     assert carry[-1] is None

@@ -1,0 +1,36 @@
+"""Logits against transformers in float32, with attention and feed-forward shared by devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.models.parity import check_against_golden, make_runner
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "tensor", "micro_batches"),
+    [
+        ("llama_bias", 2, 2, 2),  # all biases
+        ("qwen3_moe_mixed", 4, 2, 2),  # dense and sparse layers
+        ("glm4_moe", 4, 2, 3),  # shared experts; 43 tokens, which 2 devices do not divide
+        ("qwen3_moe", 4, 4, 1),  # more devices than key/value heads
+        *[
+            pytest.param(name, 2, 2, count, marks=slow)
+            for name in ("ernie4_5", "llama", "mixtral", "qwen2_moe", "qwen3", "qwen3_moe")
+            for count in (1, 2)
+        ],
+        pytest.param("llama_bias", 8, 4, 2, marks=slow),
+        pytest.param("glm4_moe", 8, 2, 1, marks=slow),
+    ],
+)
+def test_tensor_parallel(name, devices, tensor, micro_batches):
+    runner = make_runner(name, devices=devices, tensor=tensor, micro_batches=micro_batches)
+    check_against_golden(runner, name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama", marks=slow)])
+def test_tensor_parallel_scanned(name):
+    runner = make_runner(name, devices=4, tensor=2, micro_batches=2, scanned=True)
+    check_against_golden(runner, name)
