@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -76,7 +77,8 @@ def test_unused_donation_is_an_error(monkeypatch):
     runner = make_runner(devices=1)
 
     def loses_its_buffers(*args, **kwargs):
-        return forward(*args, **kwargs)[0], None
+        logits, buffers = forward(*args, **kwargs)
+        return logits, dataclasses.replace(buffers, cache=None)
 
     monkeypatch.setattr("tbo_jax.runner.forward", loses_its_buffers)
     with pytest.raises(UserWarning, match="donated buffers were not usable"):

@@ -38,7 +38,7 @@ class Arguments:
     phase: Literal["decode", "prefill"] = "decode"
     """One token of each sequence, or whole prompts."""
     tokens: int = 256
-    """Tokens a device."""
+    """Tokens of each rank: a device, or as many as --tensor-parallel says."""
     context: int = 4096
     """Tokens of each sequence."""
     micro_batches: str = "1,2"
@@ -49,10 +49,14 @@ class Arguments:
     """Compile only so many layers; default 4 unrolled, all scanned."""
     transport: Transport = "all_to_all"
     """Of the expert exchange."""
+    tensor_parallel: int = 1
+    """Devices that share the attention and the feed-forward of a rank."""
     link_gbps: float | None = None
-    """Gigabytes per second that a device sends; default the target's."""
+    """Gigabytes per second that a device sends within its node; default the target's."""
     nodes: int = 1
     """Nodes of GPUs, each as --target says."""
+    node_link_gbps: float | None = None
+    """Gigabytes per second that a device sends to other nodes; default the target's."""
     json: Path | None = None
     """Write the report here."""
     trace: Path | None = None
@@ -85,7 +89,12 @@ def run(args: Arguments) -> list[ScheduleReport]:
         from tbo_jax.schedule.plot import check_path
 
         check_path(args.plot)
-    target = find_target(args.target, nodes=args.nodes, link_gbps=args.link_gbps)
+    target = find_target(
+        args.target,
+        nodes=args.nodes,
+        link_gbps=args.link_gbps,
+        node_link_gbps=args.node_link_gbps,
+    )
     scanned = args.loop == "scanned"
     whole = read_shape(args.config)
     layers = args.layers
@@ -105,12 +114,14 @@ def run(args: Arguments) -> list[ScheduleReport]:
                     micro_batches=count,
                     scanned=scanned,
                     transport=args.transport,
+                    tensor=args.tensor_parallel,
                 )
             )
             update(len(reports), len(counts))
+    of_each = "device" if args.tensor_parallel == 1 else "rank"
     title = (
         f"{args.config}, {layers} of {whole.num_layers} layers {args.loop}; {args.phase}, "
-        f"{args.tokens} tokens a device, context {args.context}; {target.name}"
+        f"{args.tokens} tokens a {of_each}, context {args.context}; {target.name}"
     )
     print_report(title, reports, target, whole.num_layers - layers)
     write_files(args, title, reports)

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from tbo_jax.schedule.hlo import Array, Computation, Instruction, Module
 from tbo_jax.schedule.targets import Rates
 from tbo_jax.schedule.traffic import COLLECTIVES, fusion_bytes, instruction_bytes
@@ -113,16 +115,23 @@ def _wrapped(module: Module, instruction: Instruction) -> Iterator[tuple[Computa
 
 
 def link_bytes(
-    kind: str, instruction: Instruction, operands: list[Instruction], num_devices: int = 2
+    kind: str,
+    instruction: Instruction,
+    operands: list[Instruction],
+    num_devices: int = 2,
+    ragged_rows: float | None = None,
 ) -> float:
     """Bytes that a device sends in a collective over n devices: the ring and all-to-all bounds.
 
-    Of a ragged exchange, whose sizes are data, the bytes if every row is sent.
+    Of a ragged exchange, whose sizes are data, `ragged_rows` rows; None: as if all were sent.
     """
-    devices = group_size(instruction, num_devices)
+    devices = len(group(instruction, num_devices))
     away = (devices - 1) / devices
     if kind == "ragged-all-to-all":
         operands = operands[:1]  # the rest: where the result goes, offsets and sizes
+        if ragged_rows is not None:
+            (rows,) = operands[0].arrays
+            return ragged_rows * rows.bytes / rows.dims[0]
     sent = sum(operand.bytes for operand in operands)
     if kind == "all-gather":
         return sent * (devices - 1)
@@ -133,16 +142,21 @@ def link_bytes(
     return sent
 
 
-def group_size(instruction: Instruction, num_devices: int = 2) -> int:
-    """How many devices take part in a collective: a group, or all of `num_devices`."""
+def group(instruction: Instruction, num_devices: int = 2) -> list[int]:
+    """The devices that take part in a collective: its first group, or all of `num_devices`."""
     text = instruction.text
-    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
-        return len(match[1].split(","))
-    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", text):  # iota form: groups, size
-        return int(match[2])
+    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", text):
+        return [int(device) for device in match[1].split(",")]
+    # The iota form: numbers in the shape on the right, transposed, are groups of those on the left.
+    iota = r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    if match := re.search(iota, text):
+        dims = [int(size) for size in match[3].split(",")]
+        order = [int(axis) for axis in match[4].split(",")] if match[4] else list(range(len(dims)))
+        numbers = np.arange(math.prod(dims)).reshape(dims).transpose(order)
+        return numbers.reshape(int(match[1]), int(match[2]))[0].tolist()
     if "replica_groups={" in text:  # an empty list
-        return num_devices
-    return 2  # collective-permute, send: from one to another
+        return list(range(num_devices))
+    return [0, 1]  # send: from one to another
 
 
 def work(module: Module, computation: Computation, instruction: Instruction) -> Work:

@@ -17,6 +17,7 @@ from tbo_jax.layers.config import DecoderConfig, HfConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.models import find_architecture
 from tbo_jax.moe import gpu_experts, grouped_matmul, tpu_experts
+from tbo_jax.moe.ragged_exchange import expected_destinations
 from tbo_jax.runner import ModelRunner
 from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.report import ScheduleReport, inspect
@@ -100,8 +101,9 @@ def inspect_model(
     micro_batches: int = 1,
     scanned: bool = False,
     transport: Any = "all_to_all",
+    tensor: int = 1,
 ) -> ScheduleReport:
-    """The schedule of the runner's step, compiled for `target`.
+    """The schedule of the runner's step, compiled for `target`; `tensor` devices share a rank.
 
     Raises:
         ValueError: the shape does not fit the model or the target.
@@ -122,19 +124,29 @@ def inspect_model(
     runner = ModelRunner(
         abstract_model(config, scanned),
         shape.cache,
-        mesh=target.mesh(),
+        mesh=target.mesh(tensor),
         overlap=overlap,
         transport=transport,
     )
     lowered = runner.lower(shape.bucket, micro_batches)
+    # Of a micro-batch, and of it what one device of the rank routes.
     tokens = -(-shape.tokens // micro_batches)
+    routed = -(-tokens // tensor)
+    devices = target.num_devices
+    ragged_rows = None
+    if config.num_experts:
+        ragged_rows = routed * expected_destinations(
+            devices, config.num_experts, config.num_experts_per_token
+        )
     return inspect(
         lowered,
         target,
         micro_batches=micro_batches,
         options=runner.compiler_options(micro_batches),
-        trip_counts=expected_turns(config, target.num_devices, tokens, shape),
-        kernels=expected_work(config, target.num_devices, tokens, shape),
+        trip_counts=expected_turns(config, devices, routed, shape),
+        kernels=attention_work(config.of_device(tensor), tokens, shape)
+        | expert_work(config, devices, routed),
+        ragged_rows=ragged_rows,
     )
 
 
@@ -146,7 +158,7 @@ def abstract_model(config: DecoderConfig, scanned: bool) -> CausalLM:
 def expected_turns(
     config: DecoderConfig, num_devices: int, tokens: int, shape: StepShape
 ) -> dict[str, float]:
-    """Turns of the loops that depend on data, for a micro-batch of `tokens` tokens a device.
+    """Turns of the loops that depend on data, for a micro-batch of `tokens` routed by each device.
 
     Contexts are those of `shape`, tokens are routed evenly.
     """
@@ -166,14 +178,12 @@ def _expert_chunks(config: DecoderConfig, num_devices: int, tokens: int) -> dict
     return tpu_experts.expected_turns(rows, bound, chosen)
 
 
-def expected_work(
-    config: DecoderConfig, num_devices: int, tokens: int, shape: StepShape
-) -> dict[str, Work]:
-    """Work of the kernels, which XLA's text does not tell; see `expected_turns`.
+def attention_work(config: DecoderConfig, tokens: int, shape: StepShape) -> dict[str, Work]:
+    """Work of the attention kernels, which XLA's text does not tell, for `tokens` tokens.
 
-    Of those of all platforms: a program has its own platform's, and no name is in two.
+    Of those of all platforms: a program has its own platform's, and no name is in two. The heads of
+    `config` are those of a device.
     """
-    width = jnp.dtype(config.dtype).itemsize
     attention = dict(
         tokens=tokens,
         context=shape.context,
@@ -181,19 +191,25 @@ def expected_work(
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        width=width,
+        width=jnp.dtype(config.dtype).itemsize,
     )
     work = gpu_paged.expected_work(**attention) | tpu_paged.expected_work(**attention)
-    if config.num_experts:
-        experts = dict(
-            rows=tokens * num_devices,
-            chosen=tokens * config.num_experts_per_token,
-            num_experts=config.num_experts // num_devices,
-            hidden=config.hidden_size,
-            inner=config.expert_intermediate_size,
-            width=width,
-        )
-        (turns,) = _expert_chunks(config, num_devices, tokens).values()
-        work |= gpu_experts.expected_work(**experts)
-        work |= tpu_experts.expected_work(**experts, turns=turns)
+    return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}
+
+
+def expert_work(config: DecoderConfig, num_devices: int, tokens: int) -> dict[str, Work]:
+    """Work of the expert kernels; see `attention_work` and `expected_turns`."""
+    if not config.num_experts:
+        return {}
+    experts = dict(
+        rows=tokens * num_devices,
+        chosen=tokens * config.num_experts_per_token,
+        num_experts=config.num_experts // num_devices,
+        hidden=config.hidden_size,
+        inner=config.expert_intermediate_size,
+        width=jnp.dtype(config.dtype).itemsize,
+    )
+    (turns,) = _expert_chunks(config, num_devices, tokens).values()
+    work = gpu_experts.expected_work(**experts)
+    work |= tpu_experts.expected_work(**experts, turns=turns)
     return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}

@@ -36,6 +36,7 @@ class Program:
         rates: Rates,
         trip_counts: Mapping[str, float],
         kernels: Mapping[str, cost.Work],
+        ragged_rows: float | None = None,
     ):
         for part, turns in trip_counts.items():
             if turns < 0:
@@ -44,6 +45,7 @@ class Program:
         self.rates = rates
         self.trip_counts = trip_counts
         self.kernels = kernels
+        self.ragged_rows = ragged_rows
         self.assumed_loops: dict[str, float] = {}
         self.steps = lru_cache(maxsize=None)(self._steps)
         self.price = lru_cache(maxsize=None)(self._price)
@@ -164,7 +166,11 @@ class Program:
         inner = cost.collectives(self.module, computation, instruction)
         kind = cost.collective_kind(self.module, inner[0][1]) or ""
         devices = self.module.num_devices
-        sent = sum(cost.link_bytes(kind, i, home.operands(i), devices) for home, i in inner)
-        alone = all(cost.group_size(i, devices) == 1 for _, i in inner)
-        startup = 0.0 if alone else self.rates.collective_seconds
-        return kind, sent, sent / self.rates.link_bandwidth + startup
+        sent = seconds = startup = 0.0
+        for home, one in inner:
+            group = cost.group(one, devices)
+            away = cost.link_bytes(kind, one, home.operands(one), devices, self.ragged_rows)
+            sent, seconds = sent + away, seconds + self.rates.link_seconds(away, group)
+            if len(group) > 1:
+                startup = self.rates.collective_seconds
+        return kind, sent, seconds + startup

@@ -98,6 +98,7 @@ def inspect(
     micro_batches: int = 1,
     trip_counts: Mapping[str, float] | None = None,
     kernels: Mapping[str, Work] | None = None,
+    ragged_rows: float | None = None,
     options: Options | None = None,
 ) -> ScheduleReport:
     """Compile a step for a machine that need not be there, and report its schedule.
@@ -110,6 +111,8 @@ def inspect(
         micro_batches: of the step, for the compiler options and the report.
         trip_counts: turns of loops that depend on data, by a part of their name scope.
         kernels: work of custom calls by the name of the kernel; else what their operands weigh.
+        ragged_rows: rows that a device sends to others in a ragged exchange, whose sizes are data;
+            default all it could.
         options: of the compiler, on top of `compiler_options`.
 
     Raises:
@@ -132,7 +135,9 @@ def inspect(
     elif options:
         raise ValueError("compiler options come too late: the step is compiled already")
     seconds = time.perf_counter() - start
-    return report(step, target, micro_batches, trip_counts or {}, kernels or {}, seconds)
+    return report(
+        step, target, micro_batches, trip_counts or {}, kernels or {}, seconds, ragged_rows
+    )
 
 
 def report(
@@ -142,13 +147,14 @@ def report(
     trip_counts: Mapping[str, float],
     kernels: Mapping[str, Work],
     compile_seconds: float,
+    ragged_rows: float | None = None,
 ) -> ScheduleReport:
     """The report of a compiled step."""
     text, memory = compiled.as_text(), compiled.memory_analysis()
     if text is None or memory is None:
         raise ValueError("this program has no text to read, or no memory analysis")
     module: Module = parse(text)
-    timeline = simulate(module, target.rates, trip_counts, kernels)
+    timeline = simulate(module, target.rates, trip_counts, kernels, ragged_rows)
     return ScheduleReport(
         target=target.name,
         micro_batches=micro_batches,

@@ -25,11 +25,13 @@ def print_report(
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
     rates = target.rates
+    links = f"{rates.link_bandwidth / 1e9:.0f} GB/s of link a device"
+    if target.num_nodes > 1:
+        links += f" in a node, {rates.node_link_bandwidth / 1e9:.0f} between nodes"
     console.print(title)
     console.print(
         f"Times are modelled: XLA's order, priced at {rates.matmul_flops / 1e12:.0f} TFLOP/s, "
-        f"{rates.memory_bandwidth / 1e9:.0f} GB/s of memory and "
-        f"{rates.link_bandwidth / 1e9:.0f} GB/s of link a device.\n"
+        f"{rates.memory_bandwidth / 1e9:.0f} GB/s of memory and {links}.\n"
     )
     console.print(_summary(reports, layers_left_out))
     for report in reports:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata, resources
 from typing import Any
 
@@ -24,9 +24,22 @@ class Rates:
 
     matmul_flops: float  # floating-point operations per second, bfloat16, dense
     memory_bandwidth: float  # bytes per second
-    link_bandwidth: float  # bytes per second that a device sends to the others
+    link_bandwidth: float  # bytes per second that a device sends to others of its node
     launch_seconds: float  # start of a kernel
     collective_seconds: float  # start of a collective
+    node_link_bandwidth: float = math.inf  # bytes per second that a device sends to other nodes
+    devices_per_node: int = 0  # 0: all are in one
+
+    def link_seconds(self, sent: float, group: Sequence[int]) -> float:
+        """Time in which the first device of a group sends `sent` bytes, equally to all others.
+
+        What leaves the node takes the slower link, the rest the faster one beside it.
+        """
+        size = self.devices_per_node
+        others = [device for device in group if device != group[0]]
+        outside = sum(bool(size) and device // size != group[0] // size for device in others)
+        away = sent * outside / max(1, len(others))
+        return max((sent - away) / self.link_bandwidth, away / self.node_link_bandwidth)
 
 
 @dataclass(frozen=True)
@@ -66,23 +79,32 @@ class Target:
             raise ValueError(f"cannot compile for {self.name}: {hint}") from error
         return list(described.devices)
 
-    def mesh(self) -> Mesh:
-        """The mesh of the ranks over all devices."""
-        return make_mesh(devices=self.devices())
+    def mesh(self, tensor: int = 1) -> Mesh:
+        """The mesh over all devices, of which `tensor` share a rank."""
+        return make_mesh(devices=self.devices(), tensor=tensor, nodes=self.num_nodes)
 
 
-def find_target(name: str, *, nodes: int = 1, link_gbps: float | None = None) -> Target:
+def find_target(
+    name: str,
+    *,
+    nodes: int = 1,
+    link_gbps: float | None = None,
+    node_link_gbps: float | None = None,
+) -> Target:
     """The target of a name.
 
     Args:
         name: `CHIPxN` for N GPUs in a node (h100x8), `CHIP` or `CHIP:TOPOLOGY` for a TPU slice
             (v5e, v5p:2x2x2). `list_targets` has the chips.
         nodes: how many such nodes of GPUs. What leaves a node takes the slower link between nodes.
-        link_gbps: gigabytes per second that a device sends; default from the chip's description.
+        link_gbps: gigabytes per second that a device sends to others of its node; default from the
+            chip's description.
+        node_link_gbps: the same, to other nodes.
 
     Raises:
-        ValueError: no such chip, a count out of range, nodes of TPUs, or no bandwidth. Whether a
-            slice exists its compiler knows: `Target.devices` raises.
+        ValueError: no such chip, a count out of range, nodes of TPUs, no bandwidth, or one between
+            nodes where there is one node. Whether a slice exists its compiler knows:
+            `Target.devices` raises.
     """
     chips = _chips()
     match = re.fullmatch(r"([a-z0-9]+?)(?:x(\d+)|:(\d+(?:x\d+)+))?", name)
@@ -112,11 +134,15 @@ def find_target(name: str, *, nodes: int = 1, link_gbps: float | None = None) ->
         num_devices, label = chips_in_slice * description["devices_per_chip"], topology
         if not num_devices:
             raise ValueError(f"target {name!r}: a slice without chips")
-    rates = _rates(description, num_devices // nodes, nodes)
-    if link_gbps is not None:
-        if not 0 < link_gbps < math.inf:
-            raise ValueError(f"link_gbps must be positive, got {link_gbps}")
-        rates = replace(rates, link_bandwidth=link_gbps * 1e9)
+    if nodes == 1 and node_link_gbps is not None:
+        raise ValueError(f"node_link_gbps is {node_link_gbps}, and there is one node")
+    given = dict(description["rates"])
+    for key, value in {"link_gbps": link_gbps, "node_link_gbps": node_link_gbps}.items():
+        if value is not None:
+            if not 0 < value < math.inf:
+                raise ValueError(f"{key} must be positive, got {value}")
+            given[key.replace("gbps", "gb_s")] = value
+    rates = _rates(given, num_devices // nodes, nodes)
     return Target(label, platform, num_devices, nodes, rates, description, topology)
 
 
@@ -140,22 +166,18 @@ def _chips() -> dict[str, dict[str, Any]]:
     }
 
 
-def _rates(description: Mapping[str, Any], per_node: int, nodes: int) -> Rates:
-    given = description["rates"]
-    link = given["link_gb_s"]
+def _rates(given: Mapping[str, float], per_node: int, nodes: int) -> Rates:
+    several: dict[str, Any] = {}
     if nodes > 1:
-        # An all-to-all sends the same to every device: the part that leaves the node takes the
-        # slower link, the rest the faster one beside it, and the later of the two ends it.
-        total = per_node * nodes
-        outside = (total - per_node) / (total - 1) / given["node_link_gb_s"]
-        inside = (per_node - 1) / (total - 1) / link
-        link = 1 / max(outside, inside)
+        several["node_link_bandwidth"] = given["node_link_gb_s"] * 1e9
+        several["devices_per_node"] = per_node
     return Rates(
         matmul_flops=given["matmul_tflops"] * 1e12,
         memory_bandwidth=given["memory_gb_s"] * 1e9,
-        link_bandwidth=link * 1e9,
+        link_bandwidth=given["link_gb_s"] * 1e9,
         launch_seconds=given["launch_us"] * 1e-6,
         collective_seconds=given["collective_us"] * 1e-6,
+        **several,
     )
 
 

@@ -87,6 +87,7 @@ def simulate(
     rates: Rates,
     trip_counts: Mapping[str, float],
     kernels: Mapping[str, Work] | None = None,
+    ragged_rows: float | None = None,
 ) -> Timeline:
     """Run a scheduled module through the two lanes.
 
@@ -98,13 +99,14 @@ def simulate(
             and listed in `assumed_loops`. A loop that holds collectives turns a whole number of
             times.
         kernels: work of custom calls, which nobody can look into, by a part of their `op_name`.
+        ragged_rows: rows that a device sends to others in a ragged exchange; default all it could.
 
     Raises:
         ValueError: the module is not scheduled, so its order means nothing; turns below zero.
     """
     if not module.is_scheduled:
         raise ValueError(f"module {module.name} is not scheduled: its text has no order")
-    timeline = _Simulation(Program(module, rates, trip_counts, kernels or {})).run()
+    timeline = _Simulation(Program(module, rates, trip_counts, kernels or {}, ragged_rows)).run()
     _check(timeline)
     return timeline
 

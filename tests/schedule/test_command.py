@@ -13,8 +13,9 @@ from tbo_jax.schedule.__main__ import Arguments, counts_of, write_files
 from tbo_jax.schedule.model_step import (
     StepShape,
     abstract_model,
+    attention_work,
     expected_turns,
-    expected_work,
+    expert_work,
     inspect_model,
     list_presets,
     read_shape,
@@ -91,7 +92,7 @@ def test_expectations_are_those_of_an_even_routing() -> None:
     assert turns["key_blocks"] == 64
     # 256 x 8 tokens with 8 of 128 experts each: 128 rows an expert, 16 experts a device.
     assert turns["expert_blocks_64"] == 2 * 16
-    work = expected_work(config, 8, 256, shape)
+    work = attention_work(config, 256, shape) | expert_work(config, 8, 256)
     read = 2 * 256 * 4096 * 4 * 128 * 2
     assert work["tbo_paged_attention"].bytes == pytest.approx(read, rel=0.01)
     products = 2 * 256 * 8 * 3 * 2048 * 768

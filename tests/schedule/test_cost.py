@@ -324,23 +324,25 @@ def test_a_ragged_exchange_sends_its_rows_and_not_where_they_go() -> None:
   %n = s32[4]{0} parameter(2)
   ROOT %z = f32[500]{0} ragged-all-to-all(%x, %out, %n, %n, %n, %n), replica_groups={{0,1,2,3}}"""
     text, root = parsed(entry)
-    assert cost.link_bytes("ragged-all-to-all", root, text.entry.operands(root)) == 300
+    operands = text.entry.operands(root)
+    assert cost.link_bytes("ragged-all-to-all", root, operands) == 300
+    assert cost.link_bytes("ragged-all-to-all", root, operands, ragged_rows=2.5) == 10
 
 
 @pytest.mark.parametrize(
-    "attributes, size",
+    "attributes, devices",
     [
-        ("replica_groups={{0,1,2},{3,4,5}}", 3),
-        ("replica_groups=[2,4]<=[8]", 4),
-        ("replica_groups=[4,2]<=[2,4]T(1,0)", 2),
-        ("replica_groups={}", 16),
-        ("replica_groups={{5}}", 1),
-        ("source_target_pairs={{0,1},{1,2},{2,0}}", 2),
+        ("replica_groups={{0,1,2},{3,4,5}}", [0, 1, 2]),
+        ("replica_groups=[2,4]<=[8]", [0, 1, 2, 3]),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", [0, 4]),
+        ("replica_groups={}", list(range(16))),
+        ("replica_groups={{5}}", [5]),
+        ("source_target_pairs={{0,1},{1,2},{2,0}}", [0, 1]),
     ],
 )
-def test_devices_of_a_collective(attributes: str, size: int) -> None:
+def test_devices_of_a_collective(attributes: str, devices: list[int]) -> None:
     _, root = parsed(f"  ROOT %z = f32[1]{{0}} all-reduce(%x), {attributes}")
-    assert cost.group_size(root, num_devices=16) == size
+    assert cost.group(root, num_devices=16) == devices
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ def test_names(name: str, label: str, topology: str, devices: int) -> None:
         ("h100x8", {"nodes": 0}, "nodes must be at least 1, got 0"),
         ("h100x8", {"link_gbps": 0.0}, "link_gbps must be positive, got 0.0"),
         ("h100x8", {"link_gbps": float("nan")}, "link_gbps must be positive, got nan"),
+        ("h100x8", {"nodes": 2, "node_link_gbps": -1}, "node_link_gbps must be positive, got -1"),
+        ("h100x8", {"node_link_gbps": 45}, "node_link_gbps is 45, and there is one node"),
     ],
 )
 def test_bad_names(name: str, options: dict[str, Any], error: str) -> None:
@@ -88,12 +90,16 @@ def test_several_nodes_wait_for_the_slower_link() -> None:
     assert (target.name, target.num_devices, target.num_nodes) == ("2 nodes of h100x8", 16, 2)
     assert target.topology == "1x2x8"
     # Of 15 parts that a device sends 8 leave the node, at 50 GB/s; the other 7 are done by then.
-    assert target.rates.link_bandwidth == pytest.approx(50e9 * 15 / 8)
-    assert find_target("h100x1", nodes=4).rates.link_bandwidth == pytest.approx(50e9)
+    assert target.rates.link_seconds(15e9, range(16)) == pytest.approx(8 / 50)
+    # Nothing leaves the node, and everything does.
+    assert target.rates.link_seconds(7e9, range(8)) == pytest.approx(7 / 450)
+    assert target.rates.link_seconds(1e9, (3, 11)) == pytest.approx(1 / 50)
+    assert find_target("h100x8").rates.link_seconds(7e9, range(8)) == pytest.approx(7 / 450)
 
 
-def test_the_link_can_be_given() -> None:
-    assert find_target("h100x8", nodes=2, link_gbps=12.5).rates.link_bandwidth == 12.5e9
+def test_the_links_can_be_given() -> None:
+    rates = find_target("h100x8", nodes=2, link_gbps=300, node_link_gbps=12.5).rates
+    assert (rates.link_bandwidth, rates.node_link_bandwidth) == (300e9, 12.5e9)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
