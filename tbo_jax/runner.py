@@ -25,7 +25,7 @@ from tbo_jax.layers.tensor_parallel import TensorParallel
 from tbo_jax.moe.exchange import Exchange, LocalExchange, Transport, make_exchange
 from tbo_jax.moe.message import DispatchDtype
 from tbo_jax.shapes import Bucket, CacheConfig, Program
-from tbo_jax.sharding import DEVICES, RANKS, TENSOR, num_ranks, parameter_spec
+from tbo_jax.sharding import DEVICES, NODES, RANKS, TENSOR, num_ranks, parameter_spec
 from tbo_jax.stages import StackedLayers
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,7 @@ class ModelRunner:
                 transport,
                 axis=DEVICES,
                 num_devices=mesh.size,
+                num_nodes=mesh.shape[NODES],
                 num_experts=self.config.num_experts,
                 top_k=self.config.num_experts_per_token,
                 dispatch_dtype=dispatch_dtype,

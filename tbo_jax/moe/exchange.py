@@ -19,6 +19,7 @@ exposed (measured on the schedule for 8x H100).
 | `all_to_all` | T rows to every device, the unused ones empty | every platform |
 | `all_gather` | all rows to every device | every platform; for many experts a token |
 | `ragged_all_to_all` | the rows that are routed | GPU and TPU; emulated, slowly, on CPU |
+| `two_level` | T rows to every node, and what a node got to all its devices | several nodes |
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ from tbo_jax.moe.message import (
     take,
 )
 from tbo_jax.moe.ragged_exchange import RaggedAllToAll
+from tbo_jax.moe.two_level_exchange import TwoLevel
 
-Transport = Literal["all_to_all", "all_gather", "ragged_all_to_all"]
+Transport = Literal["all_to_all", "all_gather", "ragged_all_to_all", "two_level"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 
@@ -74,26 +76,28 @@ class Exchange(Protocol):
 def make_exchange(
     transport: Transport,
     *,
-    axis: str,
+    axis: str | tuple[str, ...],
     num_devices: int,
+    num_nodes: int = 1,
     num_experts: int,
     top_k: int,
     dispatch_dtype: DispatchDtype | None = None,
     dtype: Any = None,
 ) -> Exchange:
-    """The exchange of `num_experts` experts, `top_k` a token, sharded over the mesh axis `axis`.
+    """The exchange of `num_experts` experts, `top_k` a token, sharded over mesh axes.
 
     Args:
         transport: see the table of this module.
-        axis: of the mesh, of `num_devices` devices.
+        axis: of the mesh, or several, of `num_devices` devices together.
         num_devices, num_experts, top_k: R, E and K.
+        num_nodes: size of the first axis, for the transport that tells nodes apart.
         dispatch_dtype: round the hidden state on its way to the experts to 8 bits, with a scale
             for each token (`MessageFormat` tells the error). Not differentiable.
         dtype: of the hidden state; needed with `dispatch_dtype`.
 
     Raises:
         ValueError: unknown transport or `dispatch_dtype`, the experts do not divide over the
-            devices, or `dtype` is missing.
+            devices, `dtype` is missing, or there are no axes of nodes and of devices in one.
     """
     if transport not in TRANSPORTS:
         known = ", ".join(TRANSPORTS)
@@ -106,12 +110,18 @@ def make_exchange(
     check_divisible(num_experts, num_devices)
     if num_devices == 1:
         return LocalExchange()
+    form = MessageFormat(top_k, dispatch_dtype, dtype)
+    if transport == "two_level":
+        if isinstance(axis, str) or len(axis) < 2:
+            raise ValueError(
+                f"transport 'two_level' needs an axis of nodes and one of their devices, got {axis}"
+            )
+        return TwoLevel(axis, num_nodes, num_devices, num_experts // num_devices, form)
     makers: dict[Transport, Callable[..., Exchange]] = {
         "all_to_all": PaddedAllToAll,
         "all_gather": AllGather,
         "ragged_all_to_all": RaggedAllToAll,
     }
-    form = MessageFormat(top_k, dispatch_dtype, dtype)
     return makers[transport](axis, num_devices, num_experts // num_devices, form)
 
 
@@ -155,7 +165,7 @@ class LocalExchange:
 class AllGather:
     """Every token to every device by all-gather; the partial sums back by reduce-scatter."""
 
-    axis: str
+    axis: str | tuple[str, ...]
     num_devices: int
     experts_per_device: int
     form: MessageFormat
@@ -191,7 +201,7 @@ class PaddedAllToAll:
     T rows hold all tokens of a device, so that no routing overflows them.
     """
 
-    axis: str
+    axis: str | tuple[str, ...]
     num_devices: int
     experts_per_device: int
     form: MessageFormat

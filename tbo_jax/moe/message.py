@@ -66,7 +66,9 @@ def sum_returned(returned: jax.Array, places: jax.Array) -> jax.Array:
     return take(returned, places).sum(1)
 
 
-def local_experts(experts: jax.Array, axis: str, experts_per_device: int) -> jax.Array:
+def local_experts(
+    experts: jax.Array, axis: str | tuple[str, ...], experts_per_device: int
+) -> jax.Array:
     """Global expert ids -> index among this device's experts; outside [0, E) when not here."""
     first = jax.lax.axis_index(axis) * experts_per_device
     return jnp.where(experts < 0, -1, experts - first)

@@ -38,7 +38,7 @@ class RaggedAllToAll:
     each sends to this one, how many rows and the first of them in the sender's message, [R, 2].
     """
 
-    axis: str
+    axis: str | tuple[str, ...]
     num_devices: int
     experts_per_device: int
     form: MessageFormat
@@ -116,7 +116,7 @@ def send_rows(
     send_sizes: jax.Array,
     output_offsets: jax.Array,
     recv_sizes: jax.Array,
-    axis: str,
+    axis: str | tuple[str, ...],
 ) -> jax.Array:
     """`jax.lax.ragged_all_to_all` into `rows` new rows, on every platform.
 

@@ -31,8 +31,14 @@ worlds = pytest.mark.parametrize(
 
 def mixture(transport: Transport, devices: int) -> Callable[..., jax.Array]:
     """The mixture of experts over `devices` devices, of global arrays."""
+    nodes = max(1, devices // 2) if transport == "two_level" else 1
     exchange = make_exchange(
-        transport, axis=RANKS, num_devices=devices, num_experts=EXPERTS, top_k=TOP_K
+        transport,
+        axis=RANKS,
+        num_devices=devices,
+        num_nodes=nodes,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
     )
 
     def local(hidden, ids, weights, gate_up, down):
@@ -44,7 +50,11 @@ def mixture(transport: Transport, devices: int) -> Callable[..., jax.Array]:
         return exchange.unpack_results(exchange.combine(message), slots)
 
     return jax.shard_map(
-        local, mesh=make_mesh(devices), in_specs=SHARDED, out_specs=SHARDED, check_vma=False
+        local,
+        mesh=make_mesh(devices, nodes=nodes),
+        in_specs=SHARDED,
+        out_specs=SHARDED,
+        check_vma=False,
     )
 
 
@@ -206,6 +216,27 @@ def test_ids_above_256_travel_exactly_in_bfloat16(transport: Transport) -> None:
     np.testing.assert_array_equal(here[mine, 0], expected[mine])
     assert mine.sum() == experts
     assert not ((here[:, 1] >= 0) & (here[:, 1] < experts // 2)).any()
+
+
+def test_a_token_crosses_to_a_node_once() -> None:
+    """And reaches all devices of it, however many of its experts are there; two nodes of two."""
+    exchange = make_exchange(
+        "two_level", axis=RANKS, num_devices=4, num_nodes=2, num_experts=EXPERTS, top_k=TOP_K
+    )
+
+    def arrive(hidden, ids, weights):
+        message, _ = exchange.pack(hidden, ids, weights)
+        return exchange.unpack(exchange.dispatch(message))[0]
+
+    mesh = make_mesh(4, nodes=2)
+    run = jax.shard_map(arrive, mesh=mesh, in_specs=SHARDED, out_specs=SHARDED, check_vma=False)
+    hidden, weights, _, _ = operands(4)
+    ids = routing("random", 4)
+    rows = np.asarray(jax.jit(run)(hidden, ids, weights)).reshape(4, 4 * TOKENS, DEPTH)
+    for device, node in enumerate((0, 0, 1, 1)):
+        wanted = hidden[(ids // (EXPERTS // 2) == node).any(axis=1)]
+        found = rows[device][rows[device].any(axis=1)]
+        assert sorted(map(tuple, found)) == sorted(map(tuple, wanted))
 
 
 @pytest.mark.parametrize("case", CASES)

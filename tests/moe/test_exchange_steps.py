@@ -20,8 +20,8 @@ CACHE = CacheConfig(num_pages=9, page_size=4, pages_per_sequence=4, max_tokens=8
 BUCKET = Bucket(8, 2)
 
 
-def make_runner(micro_batches: int = 2, **options: Any) -> ModelRunner:
-    mesh = make_mesh(DEVICES)
+def make_runner(micro_batches: int = 2, nodes: int = 1, **options: Any) -> ModelRunner:
+    mesh = make_mesh(DEVICES, nodes=nodes)
     model = load_model(Golden("qwen3_moe").folder, mesh=mesh, dtype=jnp.float32)
     overlap = OverlapConfig("on" if micro_batches > 1 else "off")
     return ModelRunner(model, CACHE, mesh=mesh, overlap=overlap, **options)
@@ -54,6 +54,12 @@ def expected() -> np.ndarray:
 @pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_ragged_transport_gives_the_same_logits(expected, micro_batches: int) -> None:
     found = logits_of(make_runner(micro_batches, transport="ragged_all_to_all"))
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_the_two_level_transport_gives_the_same_logits(expected, micro_batches: int) -> None:
+    found = logits_of(make_runner(micro_batches, nodes=2, transport="two_level"))
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -1,0 +1,71 @@
+"""Expert exchange over several nodes: over the slow link once, then within the node.
+
+A token crosses the link between nodes once for each node that has an expert of it, to the device
+that stands there where its own stands here, and from there goes to all devices of that node. On the
+way back their sums are added up within the node before they cross. The idea is DeepEP's
+(DeepSeek-AI 2025), here in static shapes: all_to_all between nodes, all_gather and reduce-scatter
+within.
+
+Of R devices in N nodes, for T tokens a device, the padded flat exchange sends (R - R / N) T rows
+over the slow link each way. This one sends (N - 1) T, and (R - N) T over the fast one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from tbo_jax.moe.message import (
+    MessageFormat,
+    Placement,
+    local_experts,
+    rows_at,
+    sum_returned,
+    take,
+)
+
+
+@dataclass(frozen=True)
+class TwoLevel:
+    """See `exchange.Exchange`; a node is a place on the first axis of the mesh."""
+
+    axis: tuple[str, ...]  # of the nodes, then those within a node
+    num_nodes: int
+    num_devices: int
+    experts_per_device: int
+    form: MessageFormat
+
+    def pack(self, hidden, experts, weights):
+        tokens, nodes = hidden.shape[0], self.num_nodes
+        start = tokens * jnp.arange(nodes, dtype=jnp.int32)
+        experts_per_node = self.experts_per_device * self.num_devices // nodes
+        placement = Placement.of(experts, nodes, experts_per_node)
+        places = placement.places(start, nodes * tokens)
+        index = rows_at(places, nodes * tokens).reshape(nodes, tokens)
+        rows = take(hidden, index), take(experts, index, -1), take(weights, index)
+        return self.form.join(*rows), places
+
+    def dispatch(self, message):
+        arrived = jax.lax.all_to_all(message, self.axis[0], 0, 0)
+        return jax.lax.all_gather(arrived, self.axis[1:], tiled=True)
+
+    def unpack(self, received):
+        hidden, experts, weights = self.form.part(received.reshape(-1, received.shape[-1]))
+        return hidden, local_experts(experts, self.axis, self.experts_per_device), weights
+
+    def pack_results(self, results, received):
+        return results.reshape(*received.shape[:-1], results.shape[-1])
+
+    def combine(self, message):
+        summed = jax.lax.psum_scatter(message, self.axis[1:], tiled=True)
+        return jax.lax.all_to_all(summed, self.axis[0], 0, 0)
+
+    def unpack_results(self, returned, slots):
+        return sum_returned(returned.reshape(-1, returned.shape[-1]), slots)
+
+    def link_bytes(self, tokens, hidden_size, dtype):
+        row = self.form.row_bytes(hidden_size, dtype) + hidden_size * jnp.dtype(dtype).itemsize
+        between, within = self.num_nodes - 1, self.num_devices - self.num_nodes
+        return (between + within) * tokens * row
