@@ -28,6 +28,7 @@ _GPU_COLLECTIVES = (
     "all-reduce",
     "collective-permute",
 )
+_GPU_COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
 _MOST_COLLECTIVES = 1000  # of one kind in a program that is given a profile
 
 
@@ -55,6 +56,8 @@ def compiler_options(
             # Else XLA warns of every instruction that the profile does not name.
             "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
         }
+        # Else XLA joins small sums of both micro-batches to one, which then waits for the second.
+        options |= {f"xla_gpu_{kind}_combine_threshold_bytes": "0" for kind in _GPU_COMBINED}
         if ragged:  # the counts of one micro-batch travel beside the payload of the other
             options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
     return options
