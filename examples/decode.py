@@ -75,6 +75,8 @@ class Arguments:
     """How tokens travel to the devices of their experts."""
     dispatch_dtype: DispatchDtype | None = None
     """Round what travels to the experts to 8 bits."""
+    speculate: int = 0
+    """Verify up to N draft tokens a step, guessed from a prompt's own text; 0 is off."""
     json: bool = False
     """Print JSON lines instead of text."""
     quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
@@ -186,6 +188,7 @@ def decode(args: Arguments) -> int:
         scanned=args.scanned,
         transport=args.transport,
         dispatch_dtype=args.dispatch_dtype,
+        speculate=args.speculate,
         show_progress=not args.quiet,
     )
     inputs: list[Any] = list(prompts)
@@ -220,10 +223,17 @@ def summary(stats: dict[str, Any]) -> str:
     if stats["use_tbo"] == "auto":
         chosen = [decision["micro_batches"] for decision in stats["decisions"].values()]
         choice += f" ({sum(n > 1 for n in chosen)} of {len(chosen)} buckets split)"
+    drafts = ""
+    if stats["speculate"]:
+        drafts = (
+            f"{stats['accepted_tokens']} of {stats['drafted_tokens']} drafts accepted "
+            f"({stats['acceptance_rate']:.0%}), "
+            f"{stats['tokens_per_row']:.2f} tokens a sequence and step; "
+        )
     return (
         f"[{stats['generated_tokens']} tokens in {stats['seconds']:.2f} s, "
         f"{stats['tokens_per_second']:.1f} tokens/s; {stats['steps']} steps, "
-        f"{stats['steps_split']} split, {choice}; "
+        f"{stats['steps_split']} split, {choice}; {drafts}"
         f"{stats['devices']} {stats['platform']} device(s); "
         f"compiled in {stats['compile_seconds']:.1f} s]"
     )

@@ -49,7 +49,7 @@ def forward(
         Logits float32 [B, V] or [T, V], and the buffers.
     """
     parts = split_batch_decoder_layers(batch, micro_batches) if micro_batches > 1 else (batch,)
-    block = 1 if bucket.decode else min(kernels.prefill_query_block, bucket.tokens)
+    block = bucket.query_block or min(kernels.prefill_query_block, bucket.tokens)
     work = [
         plan_attention(part, block, old) for part, old in zip(parts, buffers.work, strict=False)
     ]

@@ -59,7 +59,8 @@ class ModelRunner:
         mesh: of `make_mesh`.
         overlap: micro-batches; default none.
         transport, dispatch_dtype: of the expert exchange (`make_exchange`).
-        logits: of the last token of each sequence [R, B, V], or of all tokens [R, T, V].
+        logits: of the last token of each sequence [R, B, V], or of all tokens [R, T, V]; steps
+            that verify drafts always give those of all tokens.
 
         Raises:
             ValueError: the experts do not divide over the devices, or the heads over those of a
@@ -182,8 +183,8 @@ class ModelRunner:
             micro_batches: run it with so many; default those of the bucket.
 
         Returns:
-            Logits float32 [R, B, V] ([R, T, V] with `logits="all"`; rows of padding are undefined),
-            and the buffers.
+            Logits float32 [R, B, V] ([R, T, V] with `logits="all"` or drafts; rows of padding are
+            undefined), and the buffers.
         """
         if batch.mask_offsets is not None or batch.rotary_tables is not None:
             raise ValueError(
@@ -293,7 +294,7 @@ class ModelRunner:
                 kernels=self.kernels,
                 exchange=self._exchange,
                 tensor=self.tensor,
-                rows=self.logits,
+                rows="all" if bucket.drafts else self.logits,
             )
             return logits[None], buffers
 

@@ -11,10 +11,27 @@ class Bucket:
 
     tokens: int  # T, token slots
     sequences: int  # B, sequence rows
-    decode: bool = False  # every sequence has one token: blocks of one query
+    decode: bool = False  # every sequence has one token, and `drafts` more at most
+    drafts: int = 0  # with any, the logits of all tokens are wanted, to verify the drafts
+
+    def __post_init__(self) -> None:
+        if self.drafts < 0 or (self.drafts and not self.decode):
+            raise ValueError(
+                f"drafts is {self.drafts}, decode {self.decode}: expected 0 or more drafts, and "
+                "decode=True with any"
+            )
+
+    @property
+    def query_block(self) -> int | None:
+        """Queries of a sequence that are computed together, a power of two; None: as many as pay.
+
+        A verify step takes a sequence's tokens as one block, not as a prefill's larger ones.
+        """
+        return 1 << self.drafts.bit_length() if self.decode else None
 
     def __str__(self) -> str:
-        return f"{'decode' if self.decode else 'prefill'} {self.tokens}"
+        kind = "verify" if self.drafts else "decode" if self.decode else "prefill"
+        return f"{kind} {self.tokens}"
 
 
 Program = tuple[Bucket, int]  # the step of a bucket with that many micro-batches

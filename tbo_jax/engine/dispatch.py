@@ -25,31 +25,48 @@ class DispatchedStep:
 
     plan: StepPlan
     bucket: Bucket
-    tokens: jax.Array  # [R, B] int32, the sampled token of each row
-    padded: jax.Array  # the same, [R, max_sequences]
+    tokens: jax.Array  # [R, B] int32, the sampled token of each row, or with drafts [R, T]
+    padded: jax.Array  # the same, [R, max_sequences] or more
     ahead: bool  # the tokens of the step before were not read yet
+
+    def read(self) -> list[list[np.ndarray]]:
+        """Waits for the tokens: for each rank and sequence those after its last token and drafts.
+
+        Int32 [1 + drafts] each; what a sequence that does not sample has there means nothing.
+        """
+        tokens = np.asarray(self.tokens)
+        counts = [[len(s.drafts) + 1 for s in rank] for rank in self.plan.ranks]
+        return [
+            np.split(row[: sum(lengths)], np.cumsum(lengths)[:-1]) if lengths else []
+            for row, lengths in zip(tokens, counts, strict=True)
+        ]
 
 
 class Dispatcher:
     """Holds the attention buffers and hands them from step to step.
 
     Every step has the shape of one of a few buckets, all compiled by `compile_all`. A step with one
-    token a sequence takes the smallest decode bucket that holds its rows, any other the smallest
-    prefill bucket that holds its tokens. The bucket is chosen from the counts of all ranks, so
-    that all of them run the same program.
+    token a sequence takes the smallest decode bucket that holds its rows, one with drafts the
+    smallest verify bucket, any other the smallest prefill bucket that holds its tokens. The bucket
+    is chosen from the counts of all ranks, so that all of them run the same program.
     """
 
-    def __init__(self, runner: ModelRunner, max_sequences: int) -> None:
+    def __init__(self, runner: ModelRunner, max_sequences: int, drafts: int = 0) -> None:
         """Args:
         runner: compiles and runs the step.
         max_sequences: most sequences of one step on one rank.
+        drafts: most draft tokens of a sequence.
         """
         self.runner = runner
         self.max_sequences = max_sequences
-        rows = sizes_between(1, max_sequences, 2)
-        tokens = sizes_between(16, runner.cache.max_tokens, 4)
-        self._decode_buckets = [Bucket(n, n, True) for n in rows]
-        self._prefill_buckets = [Bucket(n, max_sequences) for n in tokens]
+        most = runner.cache.max_tokens
+        self._decode_buckets = [Bucket(n, n, True) for n in sizes_between(1, max_sequences, 2)]
+        self._verify_buckets = [
+            Bucket(min(n * (drafts + 1), most), n, True, drafts)
+            for n in sizes_between(1, max_sequences, 4)
+            if drafts
+        ]
+        self._prefill_buckets = [Bucket(n, max_sequences) for n in sizes_between(16, most, 4)]
         self._buffers = runner.allocate()
         self._samplers: dict[int, jax.stages.Compiled] = {}  # by rows
         self._feeds: dict[int, jax.stages.Compiled] = {}  # by tokens
@@ -57,7 +74,7 @@ class Dispatcher:
     @property
     def buckets(self) -> list[Bucket]:
         """The shapes of all steps."""
-        return [*self._decode_buckets, *self._prefill_buckets]
+        return [*self._decode_buckets, *self._verify_buckets, *self._prefill_buckets]
 
     def compile_all(
         self,
@@ -81,7 +98,7 @@ class Dispatcher:
         else:
             self.runner.compile_all(self.buckets, progress)
         for bucket in self.buckets:
-            self._sampler(bucket.sequences)
+            self._sampler(_sampled_rows(bucket))
             if look_ahead:
                 self._feed(bucket.tokens)
         return decisions
@@ -101,9 +118,10 @@ class Dispatcher:
         if before is not None and batch.token_ids.min() < 0:
             batch = dataclasses.replace(batch, token_ids=self._feed_tokens(batch, before))
         logits, self._buffers = self.runner.step(bucket, self._buffers, batch)
-        inputs = [_sampling_inputs(rank, seeds, bucket.sequences) for rank in plan.ranks]
+        rows = _sampled_rows(bucket)
+        inputs = [_sampling_inputs(rank, seeds, rows) for rank in plan.ranks]
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *inputs)
-        tokens, padded = self._sampler(bucket.sequences)(logits, stacked)
+        tokens, padded = self._sampler(rows)(logits, stacked)
         tokens.copy_to_host_async()  # while the next step runs
         return DispatchedStep(plan, bucket, tokens, padded, before is not None)
 
@@ -118,20 +136,18 @@ class Dispatcher:
     def _bucket(self, plan: StepPlan) -> Bucket:
         rows = max(len(rank) for rank in plan.ranks)
         tokens = max(plan.num_tokens)
+        if plan.num_drafts:
+            fits = (b for b in self._verify_buckets if b.sequences >= rows and b.tokens >= tokens)
+            return next(fits)
         if all(sequence.num_tokens == 1 for sequence in plan.sequences):
             return next(b for b in self._decode_buckets if b.sequences >= rows)
         return next(b for b in self._prefill_buckets if b.tokens >= tokens)
 
     def _pack(self, sequences: Sequence[ScheduledSequence], bucket: Bucket) -> ForwardBatch:
-        requests = [s.request for s in sequences]
-        starts = [r.num_computed for r in requests]
         return ForwardBatch.pack(
-            [
-                s.request.token_ids[start : start + s.num_tokens]
-                for s, start in zip(sequences, starts, strict=True)
-            ],
-            starts,
-            [r.pages for r in requests],
+            [s.token_ids for s in sequences],
+            [s.request.num_computed for s in sequences],
+            [s.request.pages for s in sequences],
             token_capacity=bucket.tokens,
             sequence_capacity=bucket.sequences,
             pages_per_sequence=self.runner.cache.pages_per_sequence,
@@ -149,9 +165,9 @@ class Dispatcher:
 
     def _sampler(self, rows: int) -> jax.stages.Compiled:
         if rows not in self._samplers:
-            self._samplers[rows] = compile_sampler(
-                self.runner.mesh, rows, self.runner.config.vocab_size, self.max_sequences
-            )
+            width = max(rows, self.max_sequences)
+            vocabulary = self.runner.config.vocab_size
+            self._samplers[rows] = compile_sampler(self.runner.mesh, rows, vocabulary, width)
         return self._samplers[rows]
 
     def _feed(self, tokens: int) -> jax.stages.Compiled:
@@ -160,13 +176,18 @@ class Dispatcher:
         return self._feeds[tokens]
 
 
+def _sampled_rows(bucket: Bucket) -> int:
+    """Rows of the logits: one a sequence, or with drafts one a token."""
+    return bucket.tokens if bucket.drafts else bucket.sequences
+
+
 def _sampling_inputs(
     sequences: Sequence[ScheduledSequence], seeds: Mapping[int, int], rows: int
 ) -> SamplingInputs:
-    requests = [s.request for s in sequences]
+    sampled = [(s.request, index) for s in sequences for index in range(len(s.drafts) + 1)]
     return SamplingInputs.from_rows(
-        [r.params for r in requests],
-        [seeds[r.request_id] for r in requests],
-        [r.num_generated for r in requests],
+        [request.params for request, _ in sampled],
+        [seeds[request.request_id] for request, _ in sampled],
+        [request.num_generated + index for request, index in sampled],
         rows,
     )

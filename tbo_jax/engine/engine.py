@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from tbo_jax.engine.dispatch import DispatchedStep, Dispatcher
 from tbo_jax.engine.plan import StepPlan
+from tbo_jax.engine.prompt_lookup import prompt_lookup
 from tbo_jax.engine.request import FinishReason, Request
 from tbo_jax.engine.scheduler import Scheduler
+from tbo_jax.engine.statistics import EngineStatistics
 from tbo_jax.engine.trial import Timer
 from tbo_jax.runner import ModelRunner
 from tbo_jax.sampling_params import MAX_SEED, SamplingParams
@@ -36,26 +39,6 @@ class TokenEvent:
 
 
 @dataclass(slots=True)
-class EngineStatistics:
-    """Counts and times since the engine was made. Times in seconds.
-
-    A step that was dispatched, and whose requests all turned out to be over, does not count.
-    """
-
-    steps: int = 0
-    steps_split: int = 0  # run as several micro-batches
-    steps_ahead: int = 0  # dispatched before the tokens of the step before were read
-    generated_tokens: int = 0  # without end-of-sequence tokens
-    prompt_tokens: int = 0
-    step_seconds: float = 0.0
-    compile_seconds: float = 0.0
-    link_bytes: int = 0  # sent by a device to others; with a ragged transport the most it can be
-    steps_by_bucket: dict[str, int] = field(default_factory=dict)
-    # Of USE_TBO=auto, by bucket: micro_batches, seconds by their number, and the reason.
-    decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class _Running:
     """What the engine keeps of a request beside the scheduler's part."""
 
@@ -71,6 +54,12 @@ class Engine:
     planned and dispatched, with the tokens of the first taken from where they are, on the device.
     Only then the host waits for them and makes text of them. What the next step computed for a
     request that they end is thrown away. Tokens and text are those of an engine without it.
+
+    With `speculate` a decode verifies draft tokens beside the one that is due, and keeps as many as
+    are the tokens that decoding one by one gives (`ScheduledSequence.accept`), greedy or drawn. The
+    drafts follow from tokens on the host, so that there is no look-ahead then; and steps that
+    compute prompts have none. Tokens and text are those of an engine without it, as far as
+    rounding goes: programs of another shape may sum in another order.
     """
 
     def __init__(
@@ -81,7 +70,9 @@ class Engine:
         *,
         max_sequences: int,
         max_context: int,
-        look_ahead: bool = True,
+        look_ahead: bool | None = None,
+        speculate: int = 0,
+        propose: Callable[[Sequence[int], int], Sequence[int]] = prompt_lookup,
     ):
         """Args:
         runner: compiles and runs the step.
@@ -90,14 +81,32 @@ class Engine:
         max_sequences: most sequences of one step on one rank.
         max_context: most tokens of a request, prompt and generated together.
         look_ahead: dispatch a step before the tokens of the one before are read, except where it
-            has to preempt.
+            has to preempt. Default: unless `speculate`.
+        speculate: most draft tokens that a decode verifies; 0: none.
+        propose: (tokens of a request, N) -> drafts of the next ones, of which the first N count.
+
+        Raises:
+            ValueError: `speculate` is negative, more than a step has tokens for, or together with
+                `look_ahead`.
         """
+        if not 0 <= speculate < runner.cache.max_tokens:
+            raise ValueError(
+                f"speculate is {speculate}: expected 0 or more, and less than max_tokens, "
+                f"{runner.cache.max_tokens}"
+            )
+        if speculate and look_ahead:
+            raise ValueError(
+                f"look_ahead with speculate={speculate}: expected one of them, as drafts need the "
+                "tokens of the last step"
+            )
         self.runner = runner
         self.tokenizer = tokenizer
         self.end_of_sequence = end_of_sequence
         self.max_sequences = max_sequences
         self.max_context = max_context
-        self.look_ahead = look_ahead
+        self.look_ahead = not speculate if look_ahead is None else look_ahead
+        self.speculate = speculate
+        self._propose = propose
         cache = runner.cache
         self.scheduler = Scheduler(
             num_ranks(runner.mesh),
@@ -108,7 +117,7 @@ class Engine:
             max_context,
         )
         self.statistics = EngineStatistics()
-        self._dispatcher = Dispatcher(runner, max_sequences)
+        self._dispatcher = Dispatcher(runner, max_sequences, speculate)
         self._dispatched: DispatchedStep | None = None  # ahead, its tokens not read
         self._running: dict[int, _Running] = {}
         self._next_id = 0
@@ -195,7 +204,7 @@ class Engine:
             self.scheduler.advance(step.plan)
             if not self.scheduler.must_preempt:
                 self._dispatched = self._dispatch(step)
-        tokens = np.asarray(step.tokens)
+        tokens = step.read()
         self._count(step)
         events = self._commit(step.plan, tokens)
         self._drop_dead_step()
@@ -203,7 +212,7 @@ class Engine:
 
     def _dispatch(self, before: DispatchedStep | None = None) -> DispatchedStep | None:
         """Plan and start the next step; None if there is nothing to compute."""
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self._draft if self.speculate else None)
         if not plan.sequences:
             self.scheduler.discard(plan)
             return None
@@ -211,6 +220,9 @@ class Engine:
             s.request.request_id: self._running[s.request.request_id].seed for s in plan.sequences
         }
         return self._dispatcher.dispatch(plan, seeds, before)
+
+    def _draft(self, request: Request) -> Sequence[int]:
+        return self._propose(request.token_ids, self.speculate)[: self.speculate]
 
     def _drop_dead_step(self) -> None:
         """Do not wait for a step of which nothing is wanted any more."""
@@ -225,37 +237,47 @@ class Engine:
         self.scheduler.reset()
         self._dispatcher.recover()
 
-    def _commit(self, plan: StepPlan, tokens: np.ndarray) -> list[TokenEvent]:
-        """Book the sampled tokens [R, W], and turn them into text."""
-        sampled: dict[int, int] = {}
-        text: dict[int, str] = {}
+    def _commit(self, plan: StepPlan, tokens: list[list[np.ndarray]]) -> list[TokenEvent]:
+        """Book the sampled tokens of each rank and sequence, and turn them into text."""
+        sampled: dict[int, list[int]] = {}
+        text: dict[int, list[str]] = {}  # for each token
         stopped: set[int] = set()
-        for rank, sequences in enumerate(plan.ranks):
-            for row, sequence in enumerate(sequences):
-                request = sequence.request
-                if not sequence.samples or request.is_finished:
-                    continue
-                token = int(tokens[rank, row])
-                sampled[request.request_id] = token
-                running = self._running[request.request_id]
-                if token in self.end_of_sequence and not request.params.ignore_eos:
-                    text[request.request_id] = ""
-                    stopped.add(request.request_id)
-                    continue
-                self.statistics.generated_tokens += 1
-                text[request.request_id] = running.stream.push(token)
-                if running.stream.stopped:
-                    stopped.add(request.request_id)
+        for sequence, candidates in zip(plan.sequences, chain(*tokens), strict=True):
+            request = sequence.request
+            if not sequence.samples or request.is_finished:
+                continue
+            accepted = sequence.accept(candidates)
+            text[request.request_id], is_over = self._read(request, accepted)
+            sampled[request.request_id] = accepted[: len(text[request.request_id])]
+            if is_over:
+                stopped.add(request.request_id)
+            self.statistics.sampled_rows += 1
+            self.statistics.drafted_tokens += len(sequence.drafts)
+            self.statistics.accepted_tokens += len(sampled[request.request_id]) - 1
         for request in self.scheduler.commit(plan, sampled, stopped):
             stream = self._running[request.request_id].stream
             was_stopped = stream.stopped
-            text[request.request_id] += stream.finish()
+            text[request.request_id][-1] += stream.finish()
             if stream.stopped and not was_stopped:  # a stop string in what had been held back
                 request.finish_reason = "stop"
-        return [
-            TokenEvent(i, token, text[i], self._running[i].request.finish_reason)
-            for i, token in sampled.items()
-        ]
+        events = []
+        for i, accepted in sampled.items():
+            events += [TokenEvent(i, *each, None) for each in zip(accepted, text[i], strict=True)]
+            reason = self._running[i].request.finish_reason
+            events[-1] = dataclasses.replace(events[-1], finish_reason=reason)
+        return events
+
+    def _read(self, request: Request, tokens: Sequence[int]) -> tuple[list[str], bool]:
+        """The text of each token up to one that ends the request, and whether one does."""
+        stream, text = self._running[request.request_id].stream, []
+        for token in tokens:
+            if token in self.end_of_sequence and not request.params.ignore_eos:
+                return [*text, ""], True
+            self.statistics.generated_tokens += 1
+            text.append(stream.push(token))
+            if stream.stopped:
+                return text, True
+        return text, False
 
     def pop(self, request_id: int) -> tuple[Request, str]:
         """Take a finished request out of the engine: the request, and its text."""

@@ -53,6 +53,9 @@ class Limits:
 
     def is_reached(self, request: Request) -> bool:
         """Whether it has all the tokens it asked for, fills the context, or a rank's pages."""
-        if request.num_generated >= request.params.max_new_tokens:
-            return True
-        return request.num_tokens >= min(self.max_context, self.pool_tokens)
+        return self.room(request) <= 0
+
+    def room(self, request: Request) -> int:
+        """How many more tokens it may get."""
+        wanted = request.params.max_new_tokens - request.num_generated
+        return min(wanted, min(self.max_context, self.pool_tokens) - request.num_tokens)

@@ -69,7 +69,8 @@ class LLM:
         scanned: bool = False,
         transport: Transport = "all_to_all",
         dispatch_dtype: DispatchDtype | None = None,
-        look_ahead: bool = True,
+        look_ahead: bool | None = None,
+        speculate: int = 0,
         compilation_cache: bool = True,
         show_progress: bool = False,
     ):
@@ -96,7 +97,10 @@ class LLM:
             transport: of the expert exchange (`moe.exchange` has a table).
             dispatch_dtype: round what travels to the experts to 8 bits, "float8_e4m3fn" or "int8",
                 with a scale for each token: half the bytes of bfloat16, and other text.
-            look_ahead: dispatch a step before the tokens of the one before are read (`Engine`).
+            look_ahead: dispatch a step before the tokens of the one before are read (`Engine`);
+                default: unless `speculate`.
+            speculate: most draft tokens that a step verifies for a sequence, guessed from its own
+                text (`prompt_lookup`); the tokens are those of decoding without. 0: none.
             compilation_cache: keep compiled programs in the user's cache folder, unless JAX is
                 configured to keep them elsewhere already.
             show_progress: bars on stderr while loading and compiling.
@@ -162,6 +166,7 @@ class LLM:
             max_sequences=max_sequences,
             max_context=longest,
             look_ahead=look_ahead,
+            speculate=speculate,
         )
         with progress_bar("compiling", show_progress) as update:
             self.engine.warm_up(update)
@@ -254,9 +259,13 @@ class LLM:
         if self.engine.runner.transport == "ragged_all_to_all":
             stats["link_bytes_at_most"] = stats.pop("link_bytes")
         rate = stats["generated_tokens"] / seconds if seconds else 0.0
+        drafted, rows = stats["drafted_tokens"], stats["sampled_rows"]
         return {
             "use_tbo": {"off": 0, "on": 1, "auto": "auto"}[self.overlap.mode],
             **stats,
+            "speculate": self.engine.speculate,
+            "acceptance_rate": stats["accepted_tokens"] / drafted if drafted else 0.0,
+            "tokens_per_row": stats["generated_tokens"] / rows if rows else 0.0,
             "preemptions": self.engine.scheduler.statistics.preemptions,
             "seconds": seconds,
             "tokens_per_second": rate,

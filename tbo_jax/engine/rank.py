@@ -47,13 +47,29 @@ class Rank:
         self.running.sort(key=arrival_of)
         return True
 
-    def grow(self, request: Request) -> bool:
-        """See to the page for a running request's newest token; False if there is none."""
-        pages = self.pages.allocate(self._pages_for(request.num_tokens) - len(request.pages))
+    def room(self, request: Request) -> int:
+        """How many tokens more a running request has pages for, or would get them."""
+        pages = len(request.pages) + self.pages.num_free
+        return pages * self.page_size - request.num_tokens
+
+    def grow(self, request: Request, drafts: int = 0) -> bool:
+        """See to pages for a running request's newest token and its drafts; False for want of them.
+
+        What drafts took beyond its tokens goes back with `shrink`, before it grows again.
+        """
+        needed = self._pages_for(request.num_tokens + drafts)
+        pages = self.pages.allocate(needed - len(request.pages))
         if pages is None:
             return False
         request.pages += pages
         return True
+
+    def shrink(self) -> None:
+        """Free the pages that hold nobody's tokens: those of drafts that were rejected."""
+        for request in self.running:
+            kept = self._pages_for(request.num_tokens)
+            self.pages.free(request.pages[kept:])
+            del request.pages[kept:]
 
     def release(self, request: Request) -> None:
         """Take a running request off, and with its pages what was computed into them."""

@@ -27,15 +27,21 @@ request stopped but those whose length is reached. One that did stop leaves a de
 Its pages can go to others at once, although the dead row writes to them: the device runs the steps
 in order, each taking the cache that the one before returns, so whoever gets the pages writes later,
 and reads only what it wrote. Nothing is preempted ahead: its tokens are needed to admit it again.
+
+Decodes may verify drafts beside their token (`schedule`), where the step computes no prompt. Drafts
+take what budget and pages are left over; the slots of those that are rejected are overwritten by
+the tokens that come in their place, before any query reads them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+from tbo_jax.engine.books import check_books
 from tbo_jax.engine.limits import Limits
-from tbo_jax.engine.plan import RankStep, SchedulerStatistics, StepPlan
+from tbo_jax.engine.plan import Propose, RankStep, SchedulerStatistics, StepPlan
 from tbo_jax.engine.rank import Rank, arrival_of
 from tbo_jax.engine.request import FinishReason, Request, unread_token
 
@@ -117,16 +123,19 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._waiting.append(request)
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, propose: Propose | None = None) -> StepPlan:
         """Plan a step and take its pages; `advance`, `commit` or `discard` it before the next one.
 
-        The plan is empty only if there is nothing to compute. RuntimeError if the last plan is
-        still open, or if this one has to preempt and the tokens of an advanced one are not known.
+        With `propose`, a step that computes no prompt verifies drafts. The plan is empty only if
+        there is nothing to compute. RuntimeError if the last plan is still open, or if the tokens
+        of an advanced one are not known and this one has to preempt, or drafts are in play.
         """
         if self._open_plan is not None:
             raise RuntimeError("the last plan is open: neither committed nor discarded")
         if self._unread_plan is not None and self.must_preempt:
             raise RuntimeError("a step that must preempt is not planned before the last's commit")
+        if self._unread_plan is not None and (propose or self._unread_plan.num_drafts):
+            raise RuntimeError("with drafts no step is planned before the last's commit")
         steps = [RankStep(self.limits.max_tokens) for _ in self._ranks]
         for rank, step in zip(self._ranks, steps, strict=True):
             for request in [r for r in rank.running if not r.is_prefill]:
@@ -136,6 +145,9 @@ class Scheduler:
                 if request.is_prefill and step.budget:
                     step.add(request)
         self._admit(steps)
+        if propose is not None and all(step.decodes_only for step in steps):
+            for rank, step in zip(self._ranks, steps, strict=True):
+                step.add_drafts(rank, self.limits, propose)
         plan = StepPlan(tuple(tuple(step.sequences) for step in steps))
         if len(self._requests) > len(self._ending) and not plan.sequences:
             raise RuntimeError(f"{len(self._requests)} requests are unfinished and none can run")
@@ -162,7 +174,7 @@ class Scheduler:
                     self.statistics.prefill_tokens += sequence.num_tokens
                 else:
                     self.statistics.decode_tokens += sequence.num_tokens
-                request.num_computed += sequence.num_tokens
+                request.num_computed += sequence.num_tokens - len(sequence.drafts)
                 if not sequence.samples:
                     continue
                 request.token_ids.append(unread_token(row))
@@ -171,49 +183,51 @@ class Scheduler:
                     self._ending.append(request)
 
     def commit(
-        self, plan: StepPlan, sampled: Mapping[int, int], stopped: Collection[int] = ()
+        self, plan: StepPlan, sampled: Mapping[int, Sequence[int]], stopped: Collection[int] = ()
     ) -> list[Request]:
         """Record what the plan gave; returns the requests that it finishes, in plan order.
 
         Args:
             plan: the advanced one, or if there is none the last one of `schedule`.
-            sampled: request id -> new token, of every sequence that samples.
-            stopped: ids of requests that their new token ends (end of sequence, a stop string).
+            sampled: request id -> new tokens, of every sequence that samples: the drafts that were
+                accepted, and one more. Fewer if one of them ends the request.
+            stopped: ids of requests that their last token ends (end of sequence, a stop string).
                 They finish with "stop". Others finish with "length" when they have all the tokens
                 they asked for, fill the context, or fill all the pages of a rank.
 
         Sequences whose request was finished or aborted since `schedule` are passed over. Raises
-        RuntimeError for another plan; ValueError, changing nothing, for ids that do not match it.
+        RuntimeError for another plan; ValueError, changing nothing, for ids or numbers of tokens
+        that do not match it.
         """
         if plan is not self._unread_plan:
             self._expect_open(plan)
-        sampling = {s.request.request_id: s.request for s in plan.sequences if s.samples}
-        required = {i for i, request in sampling.items() if not request.is_finished}
-        if not required <= sampled.keys() <= sampling.keys():
-            raise ValueError(
-                f"got tokens of requests {sorted(sampled)}; expected {sorted(required)}"
-            )
-        if not sampled.keys() >= set(stopped):
-            raise ValueError(f"requests {sorted(stopped)} stopped; expected some of the sampled")
+        plan.check_sampled(sampled, stopped)
         if plan is not self._unread_plan:
             self.advance(plan)
         self._unread_plan = None
         self.statistics.steps += 1
         finished = []
-        for request_id, request in sampling.items():
-            if request.is_finished:
+        for sequence in plan.sequences:
+            request = sequence.request
+            if not sequence.samples or request.is_finished:
                 continue
-            request.token_ids[-1] = int(sampled[request_id])
-            self.statistics.generated_tokens += 1
-            if request_id in stopped or request in self._ending:
-                self.finish(request, "stop" if request_id in stopped else "length")
+            tokens = sampled[request.request_id]
+            request.token_ids[-1:] = tokens
+            request.num_computed += len(tokens) - 1
+            self.statistics.generated_tokens += len(tokens)
+            if request.request_id in stopped or self.limits.is_reached(request):
+                self.finish(request, "stop" if request.request_id in stopped else "length")
                 finished.append(request)
+        for rank in self._ranks:
+            rank.shrink()
         return finished
 
     def discard(self, plan: StepPlan) -> None:
         """Drop a plan that was not run, or failed; what it would have computed is planned again."""
         self._expect_open(plan)
         self._open_plan = None
+        for rank in self._ranks:
+            rank.shrink()
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request that runs or waits, and free its pages. RuntimeError if it does neither."""
@@ -246,18 +260,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Verify the books: RuntimeError naming the page or request that does not add up."""
-        for rank in self._ranks:
-            rank.check()
-        for request in [*self._waiting, *self._ending]:
-            if request.rank is not None or request.pages or request.num_computed:
-                raise RuntimeError(f"{request} is off, but has a rank, pages or computed tokens")
-        queues = [list(self._waiting), *(rank.running for rank in self._ranks)]
-        for queue in queues:
-            if queue != sorted(queue, key=arrival_of):
-                raise RuntimeError(f"{[r.request_id for r in queue]} are out of order of arrival")
-        held = sorted(request.request_id for queue in [*queues, self._ending] for request in queue)
-        if held != sorted(self._requests):
-            raise RuntimeError(f"{held} are queued; unfinished are {sorted(self._requests)}")
+        check_books(self._ranks, list(self._waiting), self._ending, self._requests)
 
     def _expect_open(self, plan: StepPlan) -> None:
         if plan is not self._open_plan:
@@ -279,10 +282,7 @@ class Scheduler:
         self.statistics.discarded_tokens += request.num_computed
         request.num_preemptions += 1
         rank.release(request)
-        # Waiting requests that are older were preempted too, so there are few.
-        place = 0
-        while place < len(self._waiting) and arrival_of(self._waiting[place]) < arrival_of(request):
-            place += 1
+        place = bisect_left(self._waiting, arrival_of(request), key=arrival_of)
         self._waiting.insert(place, request)
 
     def _admit(self, steps: list[RankStep]) -> None:

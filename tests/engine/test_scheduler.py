@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tbo_jax.engine.plan import StepPlan
+from tbo_jax.engine.plan import Propose, StepPlan
 from tbo_jax.engine.request import Request, unread_token
 from tbo_jax.engine.scheduler import Scheduler
 from tbo_jax.sampling_params import SamplingParams
@@ -26,7 +27,7 @@ class Model:
         self.page_size = page_size
         self.slots = [[-1] * (num_pages * page_size) for _ in range(num_ranks)]
 
-    def run(self, plan: StepPlan, before: Dispatched | None = None) -> dict[int, int]:
+    def run(self, plan: StepPlan, before: Dispatched | None = None) -> dict[int, list[int]]:
         """The new tokens; `before` is the step that has those which the requests lack still."""
         tokens = {}
         for slots, sequences in zip(self.slots, plan.ranks, strict=True):
@@ -36,11 +37,15 @@ class Model:
                     request.pages[i // self.page_size] * self.page_size + i % self.page_size
                     for i in range(end)
                 ]
-                for i in range(request.num_computed, end):
-                    token = request.token_ids[i]
+                for i, token in enumerate(sequence.token_ids, request.num_computed):
                     slots[places[i]] = before.token(request, token) if token < 0 else token
                 if sequence.samples:
-                    tokens[request.request_id] = next_token([slots[place] for place in places])
+                    held = [slots[place] for place in places]
+                    last = end - len(sequence.drafts)
+                    sampled = [next_token(held[:stop]) for stop in range(last, end + 1)]
+                    accepted = sequence.accept(sampled)
+                    ends = [i for i, token in enumerate(accepted) if is_end(token)]
+                    tokens[request.request_id] = accepted[: ends[0] + 1] if ends else accepted
         return tokens
 
 
@@ -49,7 +54,7 @@ class Dispatched:
     """A plan that was run while the one before it was not committed."""
 
     plan: StepPlan
-    tokens: dict[int, int]
+    tokens: dict[int, list[int]]
 
     def token(self, request: Request, placeholder: int) -> int:
         """What the device finds in the row that the placeholder names."""
@@ -57,7 +62,8 @@ class Dispatched:
         rows = self.plan.ranks[request.rank]
         (row,) = [i for i in range(len(rows)) if unread_token(i) == placeholder]
         assert rows[row].samples and rows[row].request is request
-        return self.tokens[request.request_id]
+        (token,) = self.tokens[request.request_id]
+        return token
 
 
 def make(request_id: int, prompt: int, max_new_tokens: int = 100) -> Request:
@@ -84,7 +90,7 @@ def shape(plan: StepPlan) -> list[list[tuple[int, int, bool]]]:
 def step(scheduler: Scheduler) -> list[list[tuple[int, int, bool]]]:
     plan = scheduler.schedule()
     result = shape(plan)
-    scheduler.commit(plan, {s.request.request_id: 7 for s in plan.sequences if s.samples})
+    scheduler.commit(plan, {s.request.request_id: [7] for s in plan.sequences if s.samples})
     scheduler.check()
     return result
 
@@ -205,13 +211,21 @@ def test_a_second_plan_needs_the_first_one_closed() -> None:
         scheduler.schedule()
     scheduler.discard(plan)
     with pytest.raises(RuntimeError, match="not the open plan"):
-        scheduler.commit(plan, {0: 1})
+        scheduler.commit(plan, {0: [1]})
     assert step(scheduler) == [[(0, 3, True)]]
     assert scheduler.statistics.steps == 1
 
 
 @pytest.mark.parametrize(
-    ("sampled", "stopped"), [({}, ()), ({0: 1, 1: 1}, ()), ({1: 1}, ()), ({0: 1}, (1,))]
+    ("sampled", "stopped"),
+    [
+        ({}, ()),
+        ({0: [1], 1: [1]}, ()),
+        ({1: [1]}, ()),
+        ({0: [1]}, (1,)),
+        ({0: []}, ()),
+        ({0: [1, 2]}, ()),
+    ],
 )
 def test_tokens_that_do_not_match_the_plan_change_nothing(sampled: Any, stopped: Any) -> None:
     scheduler = scheduler_of(max_tokens=4)
@@ -221,7 +235,7 @@ def test_tokens_that_do_not_match_the_plan_change_nothing(sampled: Any, stopped:
     with pytest.raises(ValueError, match="expected"):
         scheduler.commit(plan, sampled, stopped)
     assert [s.request.num_computed for s in plan.sequences] == [0, 0]
-    scheduler.commit(plan, {0: 1})
+    scheduler.commit(plan, {0: [1]})
     assert [s.request.num_computed for s in plan.sequences] == [3, 1]
 
 
@@ -233,7 +247,7 @@ def test_the_stop_of_the_last_token_counts_as_stop() -> None:
     requests = [make(i, 2, max_new_tokens=1) for i in range(2)]
     for request in requests:
         scheduler.add(request)
-    finished = scheduler.commit(scheduler.schedule(), {0: 5, 1: 6}, stopped={1})
+    finished = scheduler.commit(scheduler.schedule(), {0: [5], 1: [6]}, stopped={1})
     assert finished == requests
     assert [r.finish_reason for r in requests] == ["length", "stop"]
     assert [r.generated_token_ids for r in requests] == [[5], [6]]
@@ -260,7 +274,7 @@ def test_abort_works_waiting_running_and_between_schedule_and_commit() -> None:
     plan = scheduler.schedule()
     assert scheduler.abort(0, "caller left") is requests[0]
     assert scheduler.abort(3) is requests[3]
-    scheduler.commit(plan, {1: 8})
+    scheduler.commit(plan, {1: [8]})
     assert requests[0].finish_reason == "error" and requests[0].error == "caller left"
     assert requests[0].num_generated == 0 and requests[1].num_generated == 1
     assert step(scheduler) == [[(1, 1, True), (2, 3, True)]]
@@ -300,14 +314,14 @@ def test_the_next_step_is_planned_while_the_tokens_are_not_known() -> None:
     second = scheduler.schedule()
     assert shape(second) == [[(0, 1, True), (2, 4, True)]]
     assert [r.num_generated for r in requests] == [1, 1, 0]
-    assert scheduler.commit(first, {0: 5, 1: 6}) == [requests[1]]
+    assert scheduler.commit(first, {0: [5], 1: [6]}) == [requests[1]]
     assert [r.generated_token_ids for r in requests] == [[5], [6], []]
     assert requests[1].finish_reason == "length"
     scheduler.advance(second)
     third = scheduler.schedule()
-    assert scheduler.commit(second, {0: 7, 2: 8}, stopped={0}) == [requests[0]]
+    assert scheduler.commit(second, {0: [7], 2: [8]}, stopped={0}) == [requests[0]]
     scheduler.check()
-    assert scheduler.commit(third, {2: 9}) == []  # the row of request 0 is dead
+    assert scheduler.commit(third, {2: [9]}) == []  # the row of request 0 is dead
     assert [r.generated_token_ids for r in requests] == [[5, 7], [6], [8, 9]]
     assert scheduler.statistics.generated_tokens == 5 and scheduler.statistics.steps == 3
 
@@ -323,7 +337,7 @@ def test_an_abort_takes_back_the_token_that_is_not_known() -> None:
     scheduler.abort(0)
     scheduler.abort(1)
     scheduler.check()
-    assert scheduler.commit(plan, {2: 4}) == []
+    assert scheduler.commit(plan, {2: [4]}) == []
     assert not following.is_dead
     scheduler.abort(2)
     assert following.is_dead
@@ -338,7 +352,7 @@ def test_one_step_ahead_and_no_further() -> None:
     first = scheduler.schedule()
     scheduler.advance(first)
     second = scheduler.schedule()
-    for call in (scheduler.advance, lambda plan: scheduler.commit(plan, {0: 1})):
+    for call in (scheduler.advance, lambda plan: scheduler.commit(plan, {0: [1]})):
         with pytest.raises(RuntimeError, match="advanced before was not committed"):
             call(second)
     scheduler.reset()
@@ -357,10 +371,86 @@ def test_what_must_preempt_is_not_planned_ahead() -> None:
         if scheduler.must_preempt:
             with pytest.raises(RuntimeError, match="must preempt is not planned"):
                 scheduler.schedule()
-        scheduler.commit(plan, {s.request.request_id: 7 for s in plan.sequences if s.samples})
+        scheduler.commit(plan, {s.request.request_id: [7] for s in plan.sequences if s.samples})
     assert scheduler.statistics.preemptions == 0
     step(scheduler)
     assert scheduler.statistics.preemptions == 1
+
+
+# Drafts
+
+
+def drafts(plan: StepPlan) -> list[list[tuple[int, ...]]]:
+    return [[s.drafts for s in rank] for rank in plan.ranks]
+
+
+def decoding(*requests: Request, **sizes: int) -> Scheduler:
+    """All requests with their prompts computed."""
+    scheduler = scheduler_of(**sizes)
+    for request in requests:
+        scheduler.add(request)
+    while any(request.is_prefill for request in requests):
+        step(scheduler)
+    return scheduler
+
+
+def test_drafts_are_accepted_as_far_as_they_are_what_was_sampled() -> None:
+    requests = [make(0, 3), make(1, 3)]
+    scheduler = decoding(*requests)
+    plan = scheduler.schedule(lambda request: [5, 6, 7] if request.request_id == 0 else [])
+    assert shape(plan) == [[(0, 4, True), (1, 1, True)]]
+    assert plan.sequences[0].token_ids == [7, 5, 6, 7]
+    assert plan.sequences[0].accept([5, 6, 8, 9]) == [5, 6, 8]
+    assert plan.sequences[0].accept([5, 6, 7, 9]) == [5, 6, 7, 9]
+    assert plan.sequences[0].accept([4, 6, 7, 9]) == [4]
+    with pytest.raises(ValueError, match="expected some of its drafts"):
+        scheduler.commit(plan, {0: [5, 7, 1], 1: [3]})
+    scheduler.commit(plan, {0: [5, 6, 8], 1: [3]})
+    assert [r.generated_token_ids for r in requests] == [[7, 5, 6, 8], [7, 3]]
+    assert [r.num_uncomputed for r in requests] == [1, 1]
+    assert scheduler.statistics.generated_tokens == 6
+
+
+def test_drafts_take_what_budget_room_and_pages_leave() -> None:
+    many = [9] * 50
+    old, young = make(0, 3), make(1, 3, max_new_tokens=4)
+    scheduler = decoding(old, young, max_tokens=10)
+    plan = scheduler.schedule(lambda request: many)
+    assert [len(s.drafts) for s in plan.sequences] == [8, 0]  # 10 tokens, 2 of them due anyway
+    scheduler.discard(plan)
+    assert scheduler.num_free_pages == (98,) and len(old.pages) == 1
+    # Four tokens, of which one is there: two drafts and the one after them.
+    plan = scheduler.schedule(lambda request: many if request is young else [])
+    assert drafts(plan) == [[(), (9, 9)]]
+    scheduler.commit(plan, {0: [1], 1: [9, 9, 9]})
+    assert young.finish_reason == "length" and young.num_generated == 4
+    few = decoding(make(2, 9), make(3, 1), num_pages=6, max_tokens=30)
+    assert few.num_free_pages == (1,)
+    plan = few.schedule(lambda request: many)
+    # 10 and 2 tokens in 3 pages and 1: the one left goes to the first.
+    assert [len(s.drafts) for s in plan.sequences] == [6, 2]
+    few.commit(plan, {2: [1], 3: [1]})
+    assert few.num_free_pages == (1,)
+    full = decoding(make(4, 7), max_context=9)
+    assert drafts(full.schedule(lambda request: many)) == [[()]]
+
+
+def test_no_drafts_beside_a_prompt_and_none_ahead() -> None:
+    scheduler = decoding(make(0, 3))
+    scheduler.add(make(1, 3))
+    plan = scheduler.schedule(lambda request: [1, 2])
+    assert shape(plan) == [[(0, 1, True), (1, 3, True)]]
+    scheduler.advance(plan)
+    with pytest.raises(RuntimeError, match="with drafts no step is planned before"):
+        scheduler.schedule(lambda request: [1, 2])
+    scheduler.commit(plan, {0: [1], 1: [1]})
+    plan = scheduler.schedule(lambda request: [1, 2])
+    assert plan.num_drafts == 4
+    scheduler.advance(plan)
+    with pytest.raises(RuntimeError, match="with drafts no step is planned before"):
+        scheduler.schedule()
+    scheduler.commit(plan, {0: [1, 2, 3], 1: [4]})
+    scheduler.check()
 
 
 # Whole runs
@@ -420,7 +510,8 @@ def check_plan(plan: StepPlan, sizes: dict[str, int], decoding: list[Request]) -
         assert kinds == sorted(kinds)
         for s in sequences:
             known, room = s.request.num_uncomputed, len(s.request.pages) * sizes["page_size"]
-            assert 1 <= s.num_tokens <= known and s.samples == (s.num_tokens == known)
+            given = s.num_tokens - len(s.drafts)
+            assert 1 <= given <= known and s.samples == (given == known)
             assert s.request.num_computed + s.num_tokens <= room and s.request.rank == index
     planned = [s.request for s in plan.sequences]
     assert len(set(planned)) == len(planned)
@@ -428,7 +519,21 @@ def check_plan(plan: StepPlan, sizes: dict[str, int], decoding: list[Request]) -
         assert request in planned or request.num_computed == 0
 
 
-def simulate(load: Workload) -> tuple[Scheduler, list[Request]]:
+def guess(request: Request) -> list[int]:
+    """Drafts that are right up to some place, of a number that changes."""
+    rng = random.Random(repr(request.token_ids))
+    ids, count, right = list(request.token_ids), rng.randrange(5), rng.randrange(5)
+    for _ in range(right):
+        ids.append(next_token(ids))
+    return [*ids[request.num_tokens :], *[1] * 5][:count]
+
+
+def simulate_drafts(load: Workload) -> tuple[Scheduler, list[Request]]:
+    """Decodes verify drafts, right and wrong ones."""
+    return simulate(load, guess)
+
+
+def simulate(load: Workload, propose: Propose | None = None) -> tuple[Scheduler, list[Request]]:
     sizes = load.sizes
     scheduler = Scheduler(**sizes)
     model = Model(sizes["num_ranks"], sizes["num_pages"], sizes["page_size"])
@@ -443,7 +548,7 @@ def simulate(load: Workload) -> tuple[Scheduler, list[Request]]:
             if at == now:
                 scheduler.abort(request_id)
         decoding = [r for r in requests if r.rank is not None and not r.is_prefill]
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(propose)
         scheduler.check()
         check_plan(plan, sizes, decoding)
         planned = {s.request.request_id for s in plan.sequences}
@@ -456,7 +561,7 @@ def simulate(load: Workload) -> tuple[Scheduler, list[Request]]:
             scheduler.discard(plan)
         else:
             tokens = model.run(plan)
-            stopped = {i for i, token in tokens.items() if is_end(token)}
+            stopped = {i for i, new in tokens.items() if is_end(new[-1])}
             before = scheduler.num_running
             finished = scheduler.commit(plan, tokens, stopped)
             assert scheduler.num_running == before - len(finished)
@@ -499,7 +604,7 @@ def simulate_ahead(load: Workload) -> tuple[Scheduler, list[Request]]:
                 following = dispatch(step)
             live = {s.request.request_id for s in step.plan.sequences if not s.request.is_finished}
             tokens = {i: token for i, token in step.tokens.items() if i in live}
-            scheduler.commit(step.plan, tokens, {i for i in tokens if is_end(tokens[i])})
+            scheduler.commit(step.plan, tokens, {i for i in tokens if is_end(tokens[i][-1])})
             scheduler.check()
         if following is not None and (following.plan.is_dead or now in load.failures):
             scheduler.discard(following.plan)
@@ -511,7 +616,7 @@ def simulate_ahead(load: Workload) -> tuple[Scheduler, list[Request]]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(workloads(), st.sampled_from([simulate, simulate_ahead]))
+@given(workloads(), st.sampled_from([simulate, simulate_ahead, simulate_drafts]))
 def test_every_request_finishes_with_exactly_its_tokens(load: Workload, run: Any) -> None:
     scheduler, requests = run(load)
     sizes = load.sizes
@@ -531,7 +636,7 @@ def test_every_request_finishes_with_exactly_its_tokens(load: Workload, run: Any
     assert sum(statistics.finished.values()) == len(requests)
 
 
-@pytest.mark.parametrize("run", [simulate, simulate_ahead])
+@pytest.mark.parametrize("run", [simulate, simulate_ahead, simulate_drafts])
 def test_a_crowded_pool_preempts_and_still_serves_all(run: Any) -> None:
     sizes = {"num_ranks": 2, "num_pages": 9, "page_size": 2, "max_sequences": 4}
     sizes |= {"max_tokens": 6, "max_context": 16}
