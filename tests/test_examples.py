@@ -44,6 +44,7 @@ def test_decode_json(example, folder, monkeypatch, capsys, tmp_path):
         example("decode"),
         *("--model", folder, "--prompt", PROMPTS[0], "--prompts-file", tmp_path / "prompts.txt"),
         *("--max-new-tokens", 8, "--devices", 2, "--page-size", 4, "--json", "--quiet"),
+        *("--speculate", 2),
     )
     out = capsys.readouterr()
     rows = [json.loads(line) for line in out.out.splitlines()]
@@ -57,16 +58,23 @@ def test_decode_json(example, folder, monkeypatch, capsys, tmp_path):
     stats = rows[3]["stats"]
     assert (stats["use_tbo"], stats["devices"], stats["generated_tokens"]) == (1, 2, 16)
     assert 0 < stats["steps_split"] <= stats["steps"]
+    assert stats["speculate"] == 2
+    assert 0 <= stats["accepted_tokens"] <= stats["drafted_tokens"]
     assert {"seconds", "tokens_per_second", "compile_seconds"} <= stats.keys()
 
 
 def test_decode_summary_says_what_was_split(example):
     stats = dict(
         generated_tokens=8, seconds=2.0, tokens_per_second=4.0, steps=9, steps_split=3, devices=2,
-        platform="cpu", compile_seconds=1.0,
+        platform="cpu", compile_seconds=1.0, speculate=0,
     )  # fmt: skip
     summary = example("decode").summary
     assert " 3 split, USE_TBO=1; " in summary(stats | {"use_tbo": 1, "decisions": {}})
+    drafts = dict(
+        speculate=2, drafted_tokens=8, accepted_tokens=6, acceptance_rate=0.75, tokens_per_row=1.6
+    )
+    text = summary(stats | {"use_tbo": 0} | drafts)
+    assert "; 6 of 8 drafts accepted (75%), 1.60 tokens a sequence and step; 2 cpu" in text
     decisions = {"decode 1": {"micro_batches": 1}, "prefill 16": {"micro_batches": 2}}
     text = summary(stats | {"use_tbo": "auto", "decisions": decisions})
     assert " 3 split, USE_TBO=auto (1 of 2 buckets split); " in text
@@ -100,6 +108,7 @@ def test_a_prompt_that_failed_does_not_hold_up_the_stream(example, capsys):
         (["--prompt", "a", "--model", "./absent"], {}, "absent"),
         (["--prompt", "a", "--temperature", "-1"], {}, "temperature is -1.0"),
         (["--prompt", "a", "--top-p", "0"], {}, "top_p is 0.0"),
+        (["--prompt", "a", "--speculate", "-1"], {}, "speculate is -1"),
         (["--prompt", "a"], {"USE_TBO": "maybe"}, "USE_TBO=maybe is not understood"),
     ],
 )

@@ -29,17 +29,19 @@ class DispatchedStep:
     padded: jax.Array  # the same, [R, max_sequences] or more
     ahead: bool  # the tokens of the step before were not read yet
 
-    def read(self) -> list[list[np.ndarray]]:
-        """Waits for the tokens: for each rank and sequence those after its last token and drafts.
+    def read(self) -> list[list[int]]:
+        """Waits for the tokens: of each sequence the one after its last token and each draft.
 
-        Int32 [1 + drafts] each; what a sequence that does not sample has there means nothing.
+        What a sequence that does not sample has there means nothing.
         """
-        tokens = np.asarray(self.tokens)
-        counts = [[len(s.drafts) + 1 for s in rank] for rank in self.plan.ranks]
-        return [
-            np.split(row[: sum(lengths)], np.cumsum(lengths)[:-1]) if lengths else []
-            for row, lengths in zip(tokens, counts, strict=True)
-        ]
+        tokens = []
+        for rank, sampled in zip(self.plan.ranks, np.asarray(self.tokens).tolist(), strict=True):
+            start = 0
+            for sequence in rank:
+                stop = start + len(sequence.drafts) + 1
+                tokens.append(sampled[start:stop])
+                start = stop
+        return tokens
 
 
 class Dispatcher:

@@ -7,9 +7,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-
-import numpy as np
 
 from tbo_jax.engine.dispatch import DispatchedStep, Dispatcher
 from tbo_jax.engine.plan import StepPlan
@@ -237,12 +234,12 @@ class Engine:
         self.scheduler.reset()
         self._dispatcher.recover()
 
-    def _commit(self, plan: StepPlan, tokens: list[list[np.ndarray]]) -> list[TokenEvent]:
-        """Book the sampled tokens of each rank and sequence, and turn them into text."""
+    def _commit(self, plan: StepPlan, tokens: Sequence[list[int]]) -> list[TokenEvent]:
+        """Book the tokens that were sampled of each sequence, and turn them into text."""
         sampled: dict[int, list[int]] = {}
         text: dict[int, list[str]] = {}  # for each token
         stopped: set[int] = set()
-        for sequence, candidates in zip(plan.sequences, chain(*tokens), strict=True):
+        for sequence, candidates in zip(plan.sequences, tokens, strict=True):
             request = sequence.request
             if not sequence.samples or request.is_finished:
                 continue
@@ -269,7 +266,8 @@ class Engine:
 
     def _read(self, request: Request, tokens: Sequence[int]) -> tuple[list[str], bool]:
         """The text of each token up to one that ends the request, and whether one does."""
-        stream, text = self._running[request.request_id].stream, []
+        stream = self._running[request.request_id].stream
+        text: list[str] = []
         for token in tokens:
             if token in self.end_of_sequence and not request.params.ignore_eos:
                 return [*text, ""], True

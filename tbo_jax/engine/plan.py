@@ -41,7 +41,7 @@ class ScheduledSequence:
         count = 0
         while count < len(self.drafts) and self.drafts[count] == sampled[count]:
             count += 1
-        return [int(token) for token in sampled[: count + 1]]
+        return list(sampled[: count + 1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,169 @@
+"""Drafts verified in a step: the tokens, text and ends of decoding one by one."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tbo_jax import LLM, OverlapConfig, SamplingParams
+from tbo_jax.engine.engine import Engine
+from tbo_jax.engine.prompt_lookup import prompt_lookup
+from tests.engine.loads import END_OF_SEQUENCE, VOCABULARY, Load, Result, random_load, run
+from tests.golden_cases import Golden, with_tokenizer
+
+NAME = "qwen3_moe"
+GOLDEN = Golden(NAME)
+DRAFTS = 3
+
+
+class Oracle:
+    """Proposes what is to come, known from before, up to a first wrong token."""
+
+    def __init__(self, right: int = DRAFTS):
+        self.right = right
+        self.known: list[list[int]] = []  # prompts with what they gave
+
+    def learn(self, load: Load, events) -> None:
+        given = [[e.token_id for e in of] for of in events]
+        self.known = [p + g for p, g in zip(load.prompts, given, strict=True)]
+
+    def __call__(self, token_ids, most):
+        for known in self.known:
+            if known[: len(token_ids)] == list(token_ids):
+                coming = known[len(token_ids) :][:most]
+                wrong = [(token + 1) % VOCABULARY for token in coming]
+                return coming[: self.right] + wrong[self.right :]
+        return []
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, 1), marks=pytest.mark.slow, id="1 rank"),
+        pytest.param((1, 2), marks=pytest.mark.slow, id="1 rank, split"),
+        pytest.param((4, 1), marks=pytest.mark.slow, id="4 ranks"),
+        pytest.param((4, 2), id="4 ranks, split"),
+    ],
+)
+def engine(tmp_path_factory, request) -> Engine:
+    """With few rows and pages."""
+    devices, micro_batches = request.param
+    folder = with_tokenizer(NAME, tmp_path_factory.mktemp("model"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_OF_SEQUENCE}))
+    return LLM(
+        folder,
+        devices=devices,
+        overlap=OverlapConfig("on" if micro_batches > 1 else "off"),
+        max_sequences=2,
+        max_tokens=8,
+        page_size=4,
+        num_pages=16,
+        compilation_cache=False,
+        speculate=DRAFTS,
+    ).engine
+
+
+def run_plainly(engine: Engine, load: Load) -> Result:
+    """Without drafts: every decode computes one token."""
+    engine._propose = lambda token_ids, most: []
+    before = engine.statistics.drafted_tokens
+    result = run(engine, load)
+    assert engine.statistics.drafted_tokens == before
+    return result
+
+
+def run_with(propose, engine: Engine, load: Load) -> Result:
+    engine._propose = propose
+    return run(engine, load)
+
+
+def test_greedy_tokens_of_transformers(engine, compilations):
+    assert not engine.look_ahead
+    wanted = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    load = Load(GOLDEN.prompts, [wanted] * 3, [0] * 3)
+    found = run_with(prompt_lookup, engine, load)
+    assert [[event.token_id for event in of] for of in found.events] == GOLDEN.greedy
+    assert engine.statistics.drafted_tokens > 0
+    assert compilations() == 0
+
+
+@pytest.mark.parametrize("right", range(DRAFTS + 1))
+def test_right_and_wrong_drafts_give_the_same_tokens_and_text(engine, right, compilations):
+    """Greedy and drawn, ended by length, stop strings, end of sequence and aborts."""
+    oracle = Oracle(right)
+    reasons = []
+    before = engine.statistics.drafted_tokens, engine.statistics.accepted_tokens
+    for seed in range(right * 8, right * 8 + 8):
+        load = random_load(np.random.default_rng(seed), content=seed % 2 == 1)
+        expected = run_plainly(engine, load)
+        oracle.learn(load, expected.events)
+        found = run_with(oracle, engine, load)
+        if not load.abort_after:
+            assert found == expected
+        for index, (ours, theirs) in enumerate(zip(found.events, expected.events, strict=True)):
+            if index in load.abort_after:
+                # Requests come and go at other steps, so that it may be aborted earlier or later.
+                theirs = theirs[: len(ours)]
+            assert ours[: len(theirs)] == theirs
+            reasons += [event.finish_reason for event in ours[-1:]]
+    assert {"stop", "length"} <= set(reasons)
+    assert compilations() == 0
+    drafted = engine.statistics.drafted_tokens - before[0]
+    accepted = engine.statistics.accepted_tokens - before[1]
+    assert drafted > 50
+    assert accepted > 0.8 * drafted if right == DRAFTS else accepted < drafted
+    assert (accepted == 0) == (right == 0)
+
+
+@pytest.mark.parametrize("new", range(1, 10))
+def test_the_last_token_lies_within_the_drafts(engine, new, monkeypatch):
+    """Every length, and every token as an end or a stop string, at any place of right drafts."""
+
+    def load(count=9, **options):
+        return Load([GOLDEN.prompts[1]], [SamplingParams(max_new_tokens=count, **options)], [0])
+
+    whole = load(ignore_eos=True)
+    (events,) = run_plainly(engine, whole).events
+    oracle = Oracle()
+    oracle.learn(whole, [events])
+    expected = run_plainly(engine, load(new, ignore_eos=True))
+    steps = engine.statistics.steps
+    assert run_with(oracle, engine, load(new, ignore_eos=True)) == expected
+    # The prompt takes two steps and gives a token, then there are four a step.
+    prompt = -(-len(GOLDEN.prompts[1]) // engine.runner.cache.max_tokens)
+    assert engine.statistics.steps - steps == prompt + -(-(new - 1) // (DRAFTS + 1))
+    token = events[new - 1].token_id
+    monkeypatch.setattr(engine, "end_of_sequence", frozenset([token]))
+    for stopping in load(), load(ignore_eos=True, stop=(f"w{token}",)):
+        expected = run_plainly(engine, stopping)
+        assert expected.events[0][-1].finish_reason == "stop"
+        assert run_with(oracle, engine, stopping) == expected
+
+
+def test_steps_with_and_without_drafts_and_empty_ranks_alternate(engine, compilations):
+    """Sequences, and with that ranks, differ in the number of their drafts."""
+    load = random_load(np.random.default_rng(77), content=False)
+    expected = run_plainly(engine, load)
+    oracle = Oracle()
+    oracle.learn(load, expected.events)
+    rng = np.random.default_rng(5)
+    found = run_with(lambda ids, most: oracle(ids, int(rng.integers(0, 4))), engine, load)
+    assert found == expected
+    names = list(engine.statistics.steps_by_bucket)
+    assert {name.split(" ")[0] for name in names} == {"prefill", "decode", "verify"}
+    count = engine.runner.overlap.micro_batches(8)
+    assert {name.split(" ")[-1] for name in names if "verify" in name} == {f"x{count}"}
+    assert compilations() == 0
+
+
+def test_more_drafts_than_a_step_and_look_ahead_are_refused(engine):
+    given = engine.runner, engine.tokenizer, engine.end_of_sequence
+    sizes = dict(max_sequences=2, max_context=engine.max_context)
+    with pytest.raises(ValueError, match="speculate is 8: expected .* less than max_tokens, 8"):
+        Engine(*given, **sizes, speculate=8)
+    with pytest.raises(ValueError, match="speculate is -1"):
+        Engine(*given, **sizes, speculate=-1)
+    with pytest.raises(ValueError, match="look_ahead with speculate=2: expected one of them"):
+        Engine(*given, **sizes, speculate=2, look_ahead=True)
