@@ -80,7 +80,8 @@ class Engine:
         look_ahead: dispatch a step before the tokens of the one before are read, except where it
             has to preempt. Default: unless `speculate`.
         speculate: most draft tokens that a decode verifies; 0: none.
-        propose: (tokens of a request, N) -> drafts of the next ones, of which the first N count.
+        propose: (tokens of a request, N) -> drafts of the next ones, ids of the vocabulary; of
+            more than N the first N count.
 
         Raises:
             ValueError: `speculate` is negative, more than a step has tokens for, or together with

@@ -79,10 +79,8 @@ class StepPlan:
                 f"got tokens of requests {sorted(sampled)}; expected {sorted(required)}"
             )
         for request_id, tokens in sampled.items():
-            drafts = sampling[request_id].drafts
-            if not 1 <= len(tokens) <= len(drafts) + 1 or drafts[: len(tokens) - 1] != (
-                *tokens[:-1],
-            ):
+            drafts, accepted = sampling[request_id].drafts, tuple(tokens[:-1])
+            if not tokens or drafts[: len(accepted)] != accepted:
                 raise ValueError(
                     f"got tokens {list(tokens)} of request {request_id}; expected some of its "
                     f"drafts {list(drafts)} and one more"

@@ -39,6 +39,6 @@ def test_examples():
     assert prompt_lookup([1, 2, 3, 4, 1, 2, 3], 2) == [4, 1]
     assert prompt_lookup([1, 2, 3, 4, 9, 2, 3], 2) == [4, 9]
     assert prompt_lookup([7, 8, 7, 8, 7, 8, 7, 8], 4) == [7, 8, 7, 8]
-    assert prompt_lookup([5, 5], 3) == [5]
+    assert prompt_lookup([5, 5], 3, shortest=1) == [5]
     assert prompt_lookup([1, 2, 3], 3) == prompt_lookup([], 3) == prompt_lookup([4], 3) == []
-    assert prompt_lookup([1, 2, 9, 2], 3, shortest=2) == []
+    assert prompt_lookup([1, 2, 9, 2], 3) == []
