@@ -9,6 +9,7 @@ from tbo_jax.models import (
     llama,
     mixtral,
     qwen2_moe,
+    qwen2_vl,
     qwen3,
     qwen3_moe,
 )
@@ -21,6 +22,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": llama.ARCHITECTURE,
     "mixtral": mixtral.ARCHITECTURE,
     "qwen2_moe": qwen2_moe.ARCHITECTURE,
+    "qwen2_vl": qwen2_vl.ARCHITECTURE,
     "qwen3": qwen3.ARCHITECTURE,
     "qwen3_moe": qwen3_moe.ARCHITECTURE,
 }

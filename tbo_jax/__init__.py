@@ -5,6 +5,7 @@ from tbo_jax.buffers import AttentionBuffers, allocate_attention_buffers
 from tbo_jax.config import OverlapConfig
 from tbo_jax.engine.engine import TokenEvent
 from tbo_jax.engine.llm import LLM, Completion
+from tbo_jax.inputs import Inputs
 from tbo_jax.runner import ModelRunner
 from tbo_jax.sampling_params import SamplingParams
 from tbo_jax.shapes import Bucket, CacheConfig
@@ -18,6 +19,7 @@ __all__ = [
     "CacheConfig",
     "Completion",
     "ForwardBatch",
+    "Inputs",
     "ModelRunner",
     "OverlapConfig",
     "SamplingParams",

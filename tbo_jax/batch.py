@@ -21,6 +21,7 @@ class SplitRule(enum.Enum):
     """How a field of a batch is cut into micro-batches."""
 
     TOKEN = "token"  # one entry (or a fixed number of entries) per token, along the last axis
+    TOKEN_ROW = "token_row"  # one row per token, along the first axis
     SEQUENCE = "sequence"  # one entry per sequence, along the first axis
     SHARED = "shared"  # every micro-batch gets the whole
     DERIVED = "derived"  # computed again from the cut by `split_batch_decoder_layers`
@@ -30,7 +31,7 @@ def batch_field(rule: SplitRule, *, default: Any = dataclasses.MISSING) -> Any:
     """A dataclass field that declares how it is split.
 
     Args:
-        rule: TOKEN, SEQUENCE or SHARED; DERIVED is for the fields of `ForwardBatch` itself.
+        rule: TOKEN, TOKEN_ROW, SEQUENCE or SHARED; DERIVED is for `ForwardBatch`'s own fields.
         default: default value, `None` for an optional field.
     """
     if not isinstance(rule, SplitRule):
@@ -56,7 +57,7 @@ def batch_dataclass(cls: type[T]) -> type[T]:
         if rule is None:
             raise TypeError(
                 f"{cls.__name__}.{field.name} does not say how it is split: declare it with "
-                f"batch_field(SplitRule.TOKEN | SEQUENCE | SHARED)"
+                f"batch_field(SplitRule.TOKEN | TOKEN_ROW | SEQUENCE | SHARED)"
             )
         if rule is SplitRule.DERIVED and inherited and field.name not in inherited:
             raise TypeError(f"{cls.__name__}.{field.name}: no code derives a field of a subclass")
@@ -86,6 +87,9 @@ class ForwardBatch:
     page_table: Array = batch_field(SplitRule.SEQUENCE)  # [B, P] int32, pages of each sequence
     num_tokens: Array = batch_field(SplitRule.DERIVED)  # [] int32, live tokens
     num_sequences: Array = batch_field(SplitRule.DERIVED)  # [] int32, live sequences
+    # [T, D] of the model's dtype: taken for tokens with the model's image_token_id in place of
+    # their entry in the embedding table
+    inputs_embeds: Array | None = batch_field(SplitRule.TOKEN_ROW, default=None)
     # [T], or [2T] (a pair per token), int32: first (and last) key that a token may see
     mask_offsets: Array | None = batch_field(SplitRule.TOKEN, default=None)
     # [B, ...]: a rotary table of its own for each sequence
@@ -120,7 +124,8 @@ class ForwardBatch:
             context_lens: tokens of each sequence that are in the cache already.
             pages: the pages of each sequence, in order.
             token_capacity, sequence_capacity, pages_per_sequence: T, B and P of the bucket.
-            extra: further fields, already padded.
+            extra: further fields, already padded; or `positions`, in place of the ones that follow
+                from the context lengths.
 
         Raises:
             ValueError: the sequences do not fit the bucket, or the lists differ in length.
@@ -157,7 +162,7 @@ class ForwardBatch:
             start = stop
         return cls(
             token_ids=token_ids,
-            positions=positions,
+            positions=extra.pop("positions", positions),
             sequence_ids=sequence_ids,
             query_lens=query_lens,
             context_lens=contexts,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from tbo_jax.attention.work import plan_attention
 from tbo_jax.batch import ForwardBatch
 from tbo_jax.buffers import AttentionBuffers
+from tbo_jax.inputs import Inputs
 from tbo_jax.kernels import Kernels
 from tbo_jax.layers.context import LayerContext, PagedAttention, live_tokens
 from tbo_jax.layers.decoder import CausalLM
@@ -34,6 +35,7 @@ def forward(
     exchange: Exchange,
     tensor: TensorParallel,
     rows: Rows,
+    inputs: Inputs,
 ) -> tuple[jax.Array, AttentionBuffers]:
     """Run a batch through the model in so many micro-batches.
 
@@ -44,11 +46,15 @@ def forward(
         bucket, micro_batches: static.
         kernels, exchange, tensor: what computes and what communicates.
         rows: whose logits.
+        inputs: which optional fields `batch` has.
 
     Returns:
         Logits float32 [B, V] or [T, V], and the buffers.
     """
-    parts = split_batch_decoder_layers(batch, micro_batches) if micro_batches > 1 else (batch,)
+    parts: tuple[ForwardBatch, ...] = (batch,)
+    if micro_batches > 1:
+        image = model.config.image_token_id if inputs.cuts_anywhere(bucket) else None
+        parts = split_batch_decoder_layers(batch, micro_batches, image)
     block = bucket.query_block or min(kernels.prefill_query_block, bucket.tokens)
     work = [
         plan_attention(part, block, old) for part, old in zip(parts, buffers.work, strict=False)
@@ -64,7 +70,7 @@ def forward(
         )
         for part, items in zip(parts, work, strict=True)
     ]
-    carries = [model.embed(part.token_ids) for part in parts]
+    carries = [model.embed(part.token_ids, part.inputs_embeds) for part in parts]
     hidden, cache = run_layers(model.layers, carries, contexts, buffers.cache)
     if rows == "last":
         tokens = jnp.maximum(batch.cu_query_lens[1:] - 1, 0)

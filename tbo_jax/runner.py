@@ -19,6 +19,7 @@ from tbo_jax.buffers import BUFFER_SPECS, AttentionBuffers, allocate_attention_b
 from tbo_jax.compiler_options import Options, compiler_options
 from tbo_jax.config import OverlapConfig
 from tbo_jax.forward import Rows, forward
+from tbo_jax.inputs import Inputs
 from tbo_jax.kernels import choose_kernels
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.tensor_parallel import TensorParallel
@@ -52,6 +53,7 @@ class ModelRunner:
         transport: Transport = "all_to_all",
         dispatch_dtype: DispatchDtype | None = None,
         logits: Rows = "last",
+        inputs: Inputs | None = None,
     ):
         """Args:
         model: with its weights on the devices of `mesh`, as `load_model` leaves them.
@@ -61,10 +63,12 @@ class ModelRunner:
         transport, dispatch_dtype: of the expert exchange (`make_exchange`).
         logits: of the last token of each sequence [R, B, V], or of all tokens [R, T, V]; steps
             that verify drafts always give those of all tokens.
+        inputs: what every batch holds beside tokens; default nothing.
 
         Raises:
             ValueError: the experts do not divide over the devices, or the heads over those of a
-                rank, or an unknown transport or dispatch_dtype.
+                rank, or an unknown transport or dispatch_dtype, or inputs that the model does not
+                read.
         """
         self.config = model.config
         self.cache = cache
@@ -73,6 +77,8 @@ class ModelRunner:
         self.transport = transport
         self.dispatch_dtype = dispatch_dtype
         self.logits = logits
+        self.inputs = Inputs() if inputs is None else inputs
+        self.inputs.check_model(self.config)
         self.scanned = isinstance(model.layers, StackedLayers)
         # Split once: a jitted step that took the module would walk its object graph in every call.
         self._graph, state = nnx.split(model)
@@ -141,7 +147,8 @@ class ModelRunner:
     def link_bytes(self, bucket: Bucket) -> int:
         """Bytes that a device sends to others in a step; with a ragged transport the most."""
         count, config = self.micro_batches(bucket), self.config
-        tokens = -(-bucket.tokens // count)  # of a micro-batch, padding included
+        whole = count == 1 or self.inputs.cuts_anywhere(bucket)
+        tokens = bucket.tokens if whole else -(-bucket.tokens // count)  # of a micro-batch, padded
         part = -(-tokens // self.tensor.size)
         sparse = self._exchange.link_bytes(part, config.hidden_size, config.dtype)
         # In rings: scattering sends all parts but one, and so does gathering; reducing does both.
@@ -179,21 +186,17 @@ class ModelRunner:
         Args:
             bucket: shape of `batch`.
             buffers: donated; use the returned ones from here on.
-            batch: leaves [R, ...] (`stack_batches`).
+            batch: leaves [R, ...] (`stack_batches`), with the fields that `inputs` names.
             micro_batches: run it with so many; default those of the bucket.
 
         Returns:
             Logits float32 [R, B, V] ([R, T, V] with `logits="all"` or drafts; rows of padding are
             undefined), and the buffers.
+
+        Raises:
+            ValueError: the batch has other fields.
         """
-        if batch.mask_offsets is not None or batch.rotary_tables is not None:
-            raise ValueError(
-                "mask_offsets and rotary_tables are split, but no model here reads them"
-            )
-        if batch.positions.ndim != 2:
-            raise ValueError(
-                f"positions must be [R, T] for these models, got shape {batch.positions.shape}"
-            )
+        self.inputs.check(batch)
         return self.compile(bucket, micro_batches)(self._weights, buffers, batch)
 
     def compile(self, bucket: Bucket, micro_batches: int | None = None) -> jax.stages.Compiled:
@@ -263,21 +266,12 @@ class ModelRunner:
             jax.eval_shape(self.allocate),
         )
         ranks = placed(PartitionSpec(RANKS))
-        batch = jax.tree.map(lambda leaf: abstract(leaf, ranks), self._abstract_batch(bucket))
+        shapes = self.inputs.abstract_batch(bucket, self.cache, self.config, num_ranks(self.mesh))
+        batch = jax.tree.map(lambda leaf: abstract(leaf, ranks), shapes)
         with warnings.catch_warnings():
             # A buffer that cannot be updated in place would be copied whole in every step.
             warnings.filterwarnings("error", message="Some donated buffers were not usable")
             return self._jitted(bucket, count).lower(weights, buffers, batch)
-
-    def _abstract_batch(self, bucket: Bucket) -> ForwardBatch:
-        one = ForwardBatch.pack(
-            [], [], [],
-            token_capacity=bucket.tokens,
-            sequence_capacity=bucket.sequences,
-            pages_per_sequence=self.cache.pages_per_sequence,
-        )  # fmt: skip
-        size = num_ranks(self.mesh)
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape), a.dtype), one)
 
     def _jitted(self, bucket: Bucket, count: int) -> Any:
         ranks = PartitionSpec(RANKS)
@@ -295,6 +289,7 @@ class ModelRunner:
                 exchange=self._exchange,
                 tensor=self.tensor,
                 rows="all" if bucket.drafts else self.logits,
+                inputs=self.inputs,
             )
             return logits[None], buffers
 

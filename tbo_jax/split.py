@@ -180,6 +180,10 @@ def _take(batch: Batch, start: jax.Array, stop: jax.Array, capacity: int) -> Bat
             fields[field.name] = value
         elif rule is SplitRule.TOKEN:
             fields[field.name] = _take_tokens(jnp.asarray(value), batch, source, live)
+        elif rule is SplitRule.TOKEN_ROW:
+            rows_of = jnp.asarray(value)[source]
+            mask = live.reshape(-1, *[1] * (rows_of.ndim - 1))
+            fields[field.name] = jnp.where(mask, rows_of, jnp.zeros_like(rows_of))
         elif rule is SplitRule.SEQUENCE:
             value = jnp.asarray(value)[chosen]
             mask = filled.reshape(-1, *[1] * (value.ndim - 1))

@@ -73,7 +73,7 @@ def ragged_batches(draw: st.DrawFn, token: st.SearchStrategy[int] | None = None)
 
 
 def batch_of(ragged: Ragged) -> ForwardBatch:
-    """All optional fields, M-RoPE positions [3, T], a pair of mask offsets per token."""
+    """All optional fields, M-RoPE positions [3, T], a pair of mask offsets and 3 of D per token."""
     rng = np.random.default_rng(0)
     rows, count = len(ragged.tokens), ragged.count
     pages = rng.permutation(np.arange(1, 1 + ROWS * PAGES)).reshape(ROWS, PAGES)
@@ -88,9 +88,14 @@ def batch_of(ragged: Ragged) -> ForwardBatch:
     positions = rng.integers(1, 999, (3, TOKENS)).astype(np.int32)
     offsets = rng.integers(1, 999, 2 * TOKENS).astype(np.int32)
     rotary = rng.integers(1, 999, (ROWS, 2, 2)).astype(np.float32)
-    positions[:, count:], offsets[2 * count :], rotary[rows:] = 0, 0, 0
+    embeds = rng.integers(1, 999, (TOKENS, 3)).astype(np.float32)
+    positions[:, count:], offsets[2 * count :], rotary[rows:], embeds[count:] = 0, 0, 0, 0
     return dataclasses.replace(
-        packed, positions=positions, mask_offsets=offsets, rotary_tables=rotary
+        packed,
+        positions=positions,
+        mask_offsets=offsets,
+        rotary_tables=rotary,
+        inputs_embeds=embeds,
     )
 
 
@@ -110,6 +115,7 @@ def with_garbage(batch: ForwardBatch, seed: int) -> ForwardBatch:
         positions=garbage(batch.positions, count, 1),
         sequence_ids=garbage(batch.sequence_ids, count, 0),
         mask_offsets=garbage(batch.mask_offsets, 2 * count, 0),
+        inputs_embeds=garbage(batch.inputs_embeds, count, 0),
         query_lens=garbage(batch.query_lens, rows, 0),
         context_lens=garbage(batch.context_lens, rows, 0),
         cu_query_lens=garbage(batch.cu_query_lens, rows + 1, 0),
@@ -121,7 +127,8 @@ def with_garbage(batch: ForwardBatch, seed: int) -> ForwardBatch:
 def reference(ragged: Ragged, batch: ForwardBatch, start: int, stop: int) -> dict[str, Any]:
     """What the micro-batch of tokens [start, stop) must hold."""
     names = ("token_ids", "sequence_ids", "query_lens", "context_lens", "page_table")
-    part: dict[str, Any] = {name: [] for name in (*names, "rotary_tables", "mask_offsets")}
+    names += ("rotary_tables", "mask_offsets", "inputs_embeds")
+    part: dict[str, Any] = {name: [] for name in names}
     part |= {"positions": [[], [], []], "cu_query_lens": [0]}
     token = 0
     for row, ids in enumerate(ragged.tokens):
@@ -135,6 +142,7 @@ def reference(ragged: Ragged, batch: ForwardBatch, start: int, stop: int) -> dic
                 part["token_ids"].append(token_id)
                 part["sequence_ids"].append(len(part["page_table"]) - 1)
                 part["mask_offsets"] += batch.mask_offsets[2 * token : 2 * token + 2].tolist()
+                part["inputs_embeds"].append(batch.inputs_embeds[token].tolist())
                 for axis in range(3):
                     part["positions"][axis].append(int(batch.positions[axis, token]))
                 taken += 1
@@ -154,7 +162,7 @@ def live(part: ForwardBatch) -> dict[str, Any]:
     return {
         name: np.asarray(value)[..., : ends[name]].tolist()
         if name in ends
-        else np.asarray(value)[:rows].tolist()
+        else np.asarray(value)[: count if name == "inputs_embeds" else rows].tolist()
         for name, value in fields.items()
         if np.ndim(value)
     }

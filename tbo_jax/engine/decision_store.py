@@ -48,6 +48,7 @@ def decision_key(runner: ModelRunner, bucket: Bucket) -> dict[str, Any]:
         "dispatch_dtype": runner.dispatch_dtype,
         "scanned": runner.scanned,
         "logits": runner.logits,
+        "inputs": asdict(runner.inputs),
         "num_micro_batches": runner.overlap.num_micro_batches,
         "compiler_options": {
             count: runner.compiler_options(count)

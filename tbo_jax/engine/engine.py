@@ -15,6 +15,7 @@ from tbo_jax.engine.request import FinishReason, Request
 from tbo_jax.engine.scheduler import Scheduler
 from tbo_jax.engine.statistics import EngineStatistics
 from tbo_jax.engine.trial import Timer
+from tbo_jax.inputs import Inputs
 from tbo_jax.runner import ModelRunner
 from tbo_jax.sampling_params import MAX_SEED, SamplingParams
 from tbo_jax.shapes import Bucket
@@ -85,8 +86,10 @@ class Engine:
 
         Raises:
             ValueError: `speculate` is negative, more than a step has tokens for, or together with
-                `look_ahead`.
+                `look_ahead`; the runner's batches hold more than tokens.
         """
+        if runner.inputs != Inputs():
+            raise ValueError(f"the runner has {runner.inputs}: an engine makes batches of tokens")
         if not 0 <= speculate < runner.cache.max_tokens:
             raise ValueError(
                 f"speculate is {speculate}: expected 0 or more, and less than max_tokens, "

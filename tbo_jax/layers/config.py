@@ -48,6 +48,7 @@ class DecoderConfig:
     num_groups_per_token: int = 1
     float32_router: bool = False  # its weight and product, whatever `dtype`
     num_prediction_layers: int = 0  # after the last one, for multi-token prediction: not loaded
+    image_token_id: int | None = None  # tokens whose embeddings are given (`inputs_embeds`)
     initializer_range: float = 0.02
     dtype: Any = jnp.float32
 
@@ -143,6 +144,7 @@ class HfConfig:
         default_theta: float = 10000.0,
         default_partial_rotary: float | None = None,
         interleaved_rotary: bool = False,
+        mrope: bool = False,
         **extra: Any,
     ) -> DecoderConfig:
         """The keys that all decoders of the Llama line share, with `extra` fields on top.
@@ -150,7 +152,8 @@ class HfConfig:
         Args:
             dtype: of weights and compute.
             default_head_dim: None: hidden size over heads.
-            default_theta, default_partial_rotary, interleaved_rotary: see `RotaryConfig.from_hf`.
+            default_theta, default_partial_rotary, interleaved_rotary, mrope: see
+                `RotaryConfig.from_hf`.
             extra: fields of `DecoderConfig`, in place of what the keys say.
 
         Raises:
@@ -186,6 +189,7 @@ class HfConfig:
                 theta=default_theta,
                 partial=default_partial_rotary,
                 interleaved=interleaved_rotary,
+                mrope=mrope,
             ),
             tie_word_embeddings=self.flag("tie_word_embeddings"),
             attention_bias=self.flag("attention_bias"),

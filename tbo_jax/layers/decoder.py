@@ -157,9 +157,13 @@ class CausalLM(nnx.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, config, rngs=rngs)
         self.config = config
 
-    def embed(self, token_ids: jax.Array) -> jax.Array:
-        """[T] int32 -> [T, D]."""
-        return self.embed_tokens(token_ids)
+    def embed(self, token_ids: jax.Array, given: jax.Array | None = None) -> jax.Array:
+        """[T] int32 -> [T, D]; image tokens have their embedding in `given` [T, D], if there is."""
+        embedded = self.embed_tokens(token_ids)
+        if given is None:
+            return embedded
+        is_image = (token_ids == self.config.image_token_id)[:, None]
+        return jnp.where(is_image, given.astype(embedded.dtype), embedded)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states after the last layer [T, D] -> [T, V] float32."""

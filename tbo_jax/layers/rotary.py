@@ -20,7 +20,9 @@ class RotaryConfig:
 
     `dim` is the number of dimensions of a head that are rotated, from the first on. `kind` is one
     of `SUPPORTED`; `options` are the further keys of `rope_scaling`, as sorted (name, value) pairs
-    so that the configuration can be hashed. For `interleaved` see `apply_rotary`.
+    so that the configuration can be hashed. For `interleaved` see `apply_rotary`. With `sections`,
+    three numbers of frequencies, the first so many turn with the temporal position, the next with
+    the height, the last with the width (M-RoPE; Wang et al. 2024, Qwen2-VL).
     """
 
     dim: int
@@ -29,6 +31,7 @@ class RotaryConfig:
     kind: str = "default"
     options: tuple[tuple[str, Any], ...] = ()
     interleaved: bool = False
+    sections: tuple[int, ...] | None = None
 
     @classmethod
     def from_hf(
@@ -39,6 +42,7 @@ class RotaryConfig:
         theta: float = 10000.0,
         partial: float | None = None,
         interleaved: bool = False,
+        mrope: bool = False,
     ) -> RotaryConfig:
         """Read `rope_theta` and `rope_scaling`, or the newer `rope_parameters`, of a config.json.
 
@@ -49,6 +53,7 @@ class RotaryConfig:
             partial: `partial_rotary_factor` where the file has none; None: the architecture has no
                 such option, and anything but 1 is refused.
             interleaved: see `apply_rotary`.
+            mrope: the architecture has M-RoPE; without, sections are refused.
 
         Raises:
             ValueError: a scaling type that is not supported, or one that lacks a key; a number of
@@ -62,6 +67,8 @@ class RotaryConfig:
         named = parameters.pop("rope_type", None)
         legacy = parameters.pop("type", None)
         kind = named or legacy or "default"
+        sections = _sections(parameters, kind) if mrope else None
+        kind = "default" if mrope and kind == "mrope" else kind
         if kind not in SUPPORTED:
             raise ValueError(
                 f"RoPE scaling type {kind!r} is not supported: expected one of "
@@ -79,6 +86,13 @@ class RotaryConfig:
                 f"{dim} dimensions of a head of {head_dim} would be rotated: pairs need an even "
                 "number, 2 or more"
             )
+        if sections is not None and sum(sections) != dim // 2:
+            raise ValueError(
+                f"mrope_section {list(sections)} must be {dim // 2} frequencies in all, as many as "
+                f"a head of {dim} rotated dimensions has"
+            )
+        if parameters.get("mrope_section") is not None:
+            raise ValueError("mrope_section is not supported by this architecture")
         needed = {"linear": ["factor"], "yarn": ["factor"], "default": []}
         needed["llama3"] = [
             "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
@@ -91,7 +105,20 @@ class RotaryConfig:
                 raise ValueError(f"RoPE scaling {key} must be a number, got {parameters[key]!r}")
         options = tuple(sorted((k, v) for k, v in parameters.items() if v is not None))
         longest = int(config.get("max_position_embeddings") or 2048)
-        return cls(dim, float(theta), longest, kind, options, interleaved)
+        return cls(dim, float(theta), longest, kind, options, interleaved, sections)
+
+
+def _sections(parameters: dict[str, Any], kind: str) -> tuple[int, ...] | None:
+    """Takes the keys of M-RoPE out of `rope_scaling`."""
+    given = parameters.pop("mrope_section", None)
+    if parameters.pop("mrope_interleaved", False):
+        raise ValueError("mrope_interleaved true is not supported: expected sections side by side")
+    if given is None and kind != "mrope":
+        return None
+    numbers = given if isinstance(given, list | tuple) else []
+    if len(numbers) != 3 or not all(type(n) is int and n > 0 for n in numbers):
+        raise ValueError(f"mrope_section must be three positive integers, got {given!r}")
+    return tuple(numbers)
 
 
 def rotary_frequencies(config: RotaryConfig) -> tuple[np.ndarray, float]:
@@ -152,9 +179,16 @@ def _yarn(
 
 
 def rotary_table(config: RotaryConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine [T, dim / 2] float32 at `positions` [T] int32."""
+    """Cosine and sine [T, dim / 2] float32 at `positions` [T] int32.
+
+    With `config.sections` also at positions [3, T], which for text are three equal ones.
+    """
     frequency, factor = rotary_frequencies(config)
-    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequency)
+    at = positions.astype(jnp.float32)[:, None]
+    if positions.ndim == 2:
+        assert config.sections is not None
+        at = positions.astype(jnp.float32)[np.repeat(np.arange(3), config.sections)].T
+    angle = at * jnp.asarray(frequency)
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 

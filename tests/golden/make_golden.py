@@ -9,6 +9,11 @@ golden.npz, which holds, all computed in float32 with eager attention and no cac
     tokens_i int32 [T], logits_i float32 [T, V]    i = 0..5, one forward of the whole sequence
     prompt_i int32 [T], greedy_i int32 [16]        i = 0..2, argmax, one full forward per token
 
+and, of a model that takes images, sequences with images in them:
+
+    image_tokens_i int32 [T], image_positions_i int32 [3, T], image_embeds_i float32 [T, D],
+    image_logits_i float32 [T, V]                  i = 0..2; embeds of tokens that are no image: 0
+
 A seed is taken only if no choice in it is a near tie (next token, last expert routed to), so that
 another implementation has to agree on all of them, and if no continuation stops or only repeats a
 few tokens. Where a case is named after an option, the script also makes sure that the option moves
@@ -91,6 +96,17 @@ GLM4_MOE = COMMON | dict(
     moe_intermediate_size=16, n_shared_experts=2, first_k_dense_replace=1, n_group=4, topk_group=2,
     norm_topk_prob=True, routed_scaling_factor=1.5, num_nextn_predict_layers=1,
 )  # fmt: skip
+# One block of a vision tower that nothing runs, so that its tensors are there to be passed over.
+QWEN2_VL = COMMON | dict(
+    model_type="qwen2_vl", architectures=["Qwen2VLForConditionalGeneration"], image_token_id=3,
+    video_token_id=4, vision_start_token_id=5, vision_end_token_id=6, use_sliding_window=False,
+    sliding_window=None, max_window_layers=2, rope_theta=100.0,
+    rope_scaling=dict(type="mrope", mrope_section=[2, 3, 3]),
+    vision_config=dict(
+        model_type="qwen2_vl_vision", depth=1, embed_dim=16, num_heads=2, hidden_size=64,
+        mlp_ratio=1, patch_size=2, spatial_merge_size=2, temporal_patch_size=1,
+    ),
+)  # fmt: skip
 ERNIE4_5 = COMMON | dict(
     model_type="ernie4_5", architectures=["Ernie4_5ForCausalLM"], hidden_size=48, head_dim=16,
     intermediate_size=64, tie_word_embeddings=True, use_bias=True, rope_theta=500000.0,
@@ -134,6 +150,7 @@ class Case:
     # Keys of config.json: 4 = rope_theta, rope_scaling, torch_dtype, num_experts, as in most
     # published checkpoints; 5 = rope_parameters, dtype, num_local_experts, as transformers 5 saves.
     style: int = 4
+    image_grids: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # of each sequence with images
 
 
 NO_SCALING = dict(rope_scaling=None)
@@ -155,6 +172,10 @@ CASES = {
     "mixtral": Case(MIXTRAL),
     "qwen2_moe": Case(QWEN2_MOE, dict(norm_topk_prob=True)),
     "glm4_moe": Case(GLM4_MOE, dict(n_group=1, topk_group=1)),
+    "qwen2_vl": Case(
+        QWEN2_VL,
+        image_grids=(((1, 3, 4),), ((2, 2, 2), (1, 2, 5)), ((1, 5, 5),)),
+    ),
     "ernie4_5": Case(ERNIE4_5, style=5, spread=0.25),
     "ernie4_5_moe": Case(ERNIE4_5_MOE, dict(rope_theta=10000.0), spread=0.25),
 }
@@ -167,9 +188,13 @@ class UnfitSeedError(Exception):
 def build(config: dict[str, Any]) -> Any:
     """An untrained float32 model of `config`, on the plain code paths of transformers."""
     made = transformers.AutoConfig.for_model(**copy.deepcopy(config))
-    return transformers.AutoModelForCausalLM.from_config(
-        made, dtype=torch.float32, **plain(config)
-    ).eval()
+    return loader(config).from_config(made, dtype=torch.float32, **plain(config)).eval()
+
+
+def loader(config: dict[str, Any]) -> Any:
+    if "vision_config" in config:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def plain(config: dict[str, Any]) -> dict[str, str]:
@@ -262,6 +287,46 @@ def greedy(model: Any, prompt: np.ndarray, stop: set[int]) -> np.ndarray:
     return tokens[len(prompt) :]
 
 
+def image_sequence(
+    rng: np.random.Generator, grids: tuple[tuple[int, int, int], ...], image: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [T] and positions [3, T]: text, and before each further text an image.
+
+    The positions are those of Wang et al. 2024: text counts on in all three; an image counts in
+    time, height and width from where the text stopped, and text goes on after the largest.
+    """
+    ids: list[int] = []
+    positions: list[np.ndarray] = []
+    start = 0
+    for grid in (None, *grids):
+        if grid is not None:
+            ids += [image] * int(np.prod(grid))
+            positions.append(np.indices(grid).reshape(3, -1) + start)
+            start += max(grid)
+        text = int(rng.integers(2, 6))
+        ids += rng.integers(7, VOCAB, text).tolist()
+        positions.append(np.arange(start, start + text)[None].repeat(3, 0))
+        start += text
+    return np.array(ids, np.int32), np.concatenate(positions, 1).astype(np.int32)
+
+
+@torch.no_grad()
+def forward_images(
+    model: Any, tokens: np.ndarray, positions: np.ndarray, embeds: np.ndarray
+) -> np.ndarray:
+    """Logits [T, V] of tokens [T] at positions [3, T], those of images with embeds [T, D]."""
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    given = (ids == model.config.image_token_id)[..., None]
+    looked_up = model.get_input_embeddings()(ids)
+    out = model(
+        inputs_embeds=torch.where(given, torch.from_numpy(embeds)[None], looked_up),
+        position_ids=torch.from_numpy(positions.astype(np.int64))[:, None],
+        use_cache=False,
+    )
+    logits: np.ndarray = out.logits[0].numpy()
+    return logits
+
+
 def compute(case: Case, name: str, seed: int) -> tuple[Any, dict[str, np.ndarray]]:
     """The model of this seed and the arrays of golden.npz."""
     number = zlib.crc32(name.encode()) + seed
@@ -276,6 +341,14 @@ def compute(case: Case, name: str, seed: int) -> tuple[Any, dict[str, np.ndarray
     for i, length in enumerate(PROMPT_LENGTHS):
         arrays[f"prompt_{i}"] = rng.integers(4, VOCAB, length, dtype=np.int32)
         arrays[f"greedy_{i}"] = greedy(model, arrays[f"prompt_{i}"], stop)
+    for i, grids in enumerate(case.image_grids):
+        image = case.config["image_token_id"]
+        tokens, positions = image_sequence(rng, grids, image)
+        embeds = rng.normal(0, case.spread, (len(tokens), case.config["hidden_size"]))
+        embeds = np.where((tokens == image)[:, None], embeds, 0).astype(np.float32)
+        arrays |= {f"image_tokens_{i}": tokens, f"image_positions_{i}": positions}
+        arrays |= {f"image_embeds_{i}": embeds}
+        arrays[f"image_logits_{i}"] = forward_images(model, tokens, positions, embeds)
     return model, arrays
 
 
@@ -286,7 +359,8 @@ def save(case: Case, model: Any, folder: Path) -> None:
     copy.deepcopy(model).to(case.dtype).save_pretrained(folder, max_shard_size=case.shard_size)
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "numpy") as tensors:
-            fused = [k for k in tensors.keys() if len(tensors.get_slice(k).get_shape()) > 2]  # noqa: SIM118
+            names = [k for k in tensors.keys() if not k.startswith("visual.")]  # noqa: SIM118
+            fused = [k for k in names if len(tensors.get_slice(k).get_shape()) > 2]
         assert not fused, f"{file}: fused experts {fused}"
     if case.style == 4:
         config = case.config | dict(torch_dtype=str(case.dtype).removeprefix("torch."))
@@ -295,9 +369,8 @@ def save(case: Case, model: Any, folder: Path) -> None:
 
 def check(case: Case, model: Any, arrays: dict[str, np.ndarray], folder: Path) -> str:
     """Reload the folder and compare; say how far the logits move without the option of the case."""
-    again = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, **plain(case.config)
-    ).eval()
+    auto = loader(case.config)
+    again = auto.from_pretrained(folder, dtype=torch.float32, **plain(case.config)).eval()
     for i in range(len(LENGTHS)):
         # Not bit for bit: torch's matrix product depends on how the weights lie in memory.
         np.testing.assert_allclose(
@@ -308,6 +381,14 @@ def check(case: Case, model: Any, arrays: dict[str, np.ndarray], folder: Path) -
         other = build(case.config | case.without)
         other.load_state_dict(model.state_dict(), strict=False)
         said.append(f"the option moves {effect(other, arrays)}")
+    for i in range(len(case.image_grids)):
+        given = [arrays[f"image_{name}_{i}"] for name in ("tokens", "positions", "embeds")]
+        logits = arrays[f"image_logits_{i}"]
+        np.testing.assert_allclose(forward_images(again, *given), logits, rtol=0, atol=2e-5)
+        given[1] = np.arange(len(given[0]))[None].repeat(3, 0)
+        moved = np.abs(forward_images(model, *given) - logits).max()
+        assert moved > MIN_EFFECT, f"places in images move the logits by {moved} only"
+        said.append(f"places in images move logits by {moved:.2f}")
     biases = [*model.named_parameters(), *model.named_buffers()]
     if any("correction_bias" in name for name, _ in biases):
         other = copy.deepcopy(model)

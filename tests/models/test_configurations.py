@@ -19,6 +19,10 @@ def parse(case: str, **changes) -> DecoderConfig:
     return find_architecture(values["model_type"]).parse_config(HfConfig(values, "x"), jnp.float32)
 
 
+def mrope(**options) -> dict:
+    return {"rope_scaling": {"type": "mrope"} | options}
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
@@ -34,6 +38,22 @@ def parse(case: str, **changes) -> DecoderConfig:
         ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace must be at least 0"),
         ("glm4_moe", {"partial_rotary_factor": 1.5}, "must be above 0, at most 1, got 1.5"),
         ("glm4_moe", {"partial_rotary_factor": 0.2}, "3 dimensions of a head of 16 would be"),
+        ("qwen2_vl", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ("qwen2_vl", {"image_token_id": -1}, "image_token_id must be at least 0, got -1"),
+        ("qwen2_vl", mrope(mrope_section=[2, 3]), r"three positive integers, got \[2, 3\]"),
+        ("qwen2_vl", mrope(), "mrope_section must be three positive integers, got None"),
+        ("qwen2_vl", mrope(mrope_section=[2, 2, 2]), r"\[2, 2, 2\] must be 8 frequencies in all"),
+        (
+            "qwen2_vl",
+            mrope(mrope_section=[2, 3, 3], mrope_interleaved=True),
+            "mrope_interleaved true is not supported",
+        ),
+        ("llama", mrope(mrope_section=[2, 3, 3]), "RoPE scaling type 'mrope' is not supported"),
+        (
+            "llama",
+            {"rope_scaling": {"mrope_section": [2, 3, 3]}},
+            "mrope_section is not supported by this architecture",
+        ),
         ("ernie4_5", {"use_bias": "no"}, "use_bias must be true or false, got 'no'"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not supported, expected False"),
         ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "moe_gate_act='sigmoid' is not supported"),

@@ -1,0 +1,28 @@
+"""The language model of Qwen2-VL: Llama's layer with biases on query, key and value, and M-RoPE.
+
+The vision tower is left out: what it makes of images comes as `inputs_embeds` of the tokens with
+`image_token_id`, and their places in time, height and width as positions [3, T].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tbo_jax.models.architecture import Architecture
+
+from tbo_jax.layers.config import DecoderConfig, HfConfig
+
+
+def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
+    """The `DecoderConfig` of a Qwen2-VL config.json."""
+    hf.expect("use_sliding_window", False, None)
+    return hf.common(
+        dtype,
+        default_theta=1000000.0,
+        mrope=True,
+        attention_bias=True,
+        image_token_id=hf.number("image_token_id", 151655, least=0),
+    )
+
+
+ARCHITECTURE = Architecture(parse_config, ignored=("visual.",))
