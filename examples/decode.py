@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from tbo_jax import LLM, Completion, SamplingParams, TokenEvent
+from tbo_jax import LLM, Completion, OverlapConfig, SamplingParams, TokenEvent
 from tbo_jax.moe.exchange import Transport
 from tbo_jax.moe.message import DispatchDtype
 from tbo_jax.progress import progress_bar
@@ -77,6 +77,8 @@ class Arguments:
     """Round what travels to the experts to 8 bits."""
     speculate: int = 0
     """Verify up to N draft tokens a step, guessed from a prompt's own text; 0 is off."""
+    micro_batches: int | None = None
+    """Into how many micro-batches steps are cut with USE_TBO=1 or auto; default 2."""
     json: bool = False
     """Print JSON lines instead of text."""
     quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
@@ -154,6 +156,20 @@ def sampling_params(args: Arguments, count: int) -> list[SamplingParams]:
     ]
 
 
+def overlap_config(args: Arguments) -> OverlapConfig:
+    """That of `USE_TBO` and --micro-batches.
+
+    Raises:
+        ValueError: one of them is not understood, or there is nothing that the other would cut.
+    """
+    config = OverlapConfig.from_env()
+    if args.micro_batches is None:
+        return config
+    if not config.enabled:
+        raise ValueError(f"--micro-batches {args.micro_batches} needs USE_TBO=1 or USE_TBO=auto")
+    return dataclasses.replace(config, num_micro_batches=args.micro_batches)
+
+
 def print_json(prompts: Sequence[str], completions: Sequence[Completion], llm: LLM) -> None:
     """One object per prompt, then the statistics."""
     for prompt, done in zip(prompts, completions, strict=True):
@@ -180,6 +196,7 @@ def decode(args: Arguments) -> int:
         devices=args.devices,
         tensor_parallel=args.tensor_parallel,
         dtype=args.dtype,
+        overlap=overlap_config(args),
         max_context=args.max_context,
         max_sequences=min(
             MOST_SEQUENCES, -(-len(prompts) // max(devices // args.tensor_parallel, 1))

@@ -106,6 +106,8 @@ def test_a_prompt_that_failed_does_not_hold_up_the_stream(example, capsys):
         (["--prompt", "a", "--temperature", "-1"], {}, "temperature is -1.0"),
         (["--prompt", "a", "--top-p", "0"], {}, "top_p is 0.0"),
         (["--prompt", "a", "--speculate", "-1"], {}, "speculate is -1"),
+        (["--prompt", "a", "--micro-batches", "3"], {}, "--micro-batches 3 needs USE_TBO=1 or"),
+        (["--prompt", "a", "--micro-batches", "1"], {"USE_TBO": "1"}, "must be at least 2, got 1"),
         (["--prompt", "a"], {"USE_TBO": "maybe"}, "USE_TBO=maybe is not understood"),
     ],
 )
@@ -131,6 +133,16 @@ def test_stop_takes_several_texts(example, words, stop):
     decode = example("decode")
     args = tyro.cli(decode.Arguments, args=["--prompt", "x", *words])
     assert decode.sampling_params(args, 1)[0].stop == stop
+
+
+@pytest.mark.parametrize(("value", "mode"), [("1", "on"), ("auto", "auto")])
+def test_micro_batches(example, monkeypatch, value, mode):
+    monkeypatch.setenv("USE_TBO", value)
+    decode = example("decode")
+    args = tyro.cli(decode.Arguments, args=["--prompt", "x", "--micro-batches", "4"])
+    assert decode.overlap_config(args) == OverlapConfig(mode, 4)
+    args = tyro.cli(decode.Arguments, args=["--prompt", "x"])
+    assert decode.overlap_config(args) == OverlapConfig(mode, 2)
 
 
 def test_unknown_option_is_refused(example):

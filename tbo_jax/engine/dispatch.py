@@ -115,7 +115,7 @@ class Dispatcher:
             seeds: request id -> seed.
             before: the step whose tokens the unread ones of `plan` are.
         """
-        bucket = self._bucket(plan)
+        bucket = self.bucket_of(plan)
         batch = stack_batches([self._pack(rank, bucket) for rank in plan.ranks])
         if before is not None and batch.token_ids.min() < 0:
             batch = dataclasses.replace(batch, token_ids=self._feed_tokens(batch, before))
@@ -127,15 +127,8 @@ class Dispatcher:
         tokens.copy_to_host_async()  # while the next step runs
         return DispatchedStep(plan, bucket, tokens, padded, before is not None)
 
-    def recover(self) -> None:
-        """Be ready for new requests after a step that was interrupted or failed.
-
-        The buffers were donated to it, so the cache may be gone.
-        """
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._buffers)):
-            self._buffers = self.runner.allocate()
-
-    def _bucket(self, plan: StepPlan) -> Bucket:
+    def bucket_of(self, plan: StepPlan) -> Bucket:
+        """The shape of a step: of all ranks, those without tokens included."""
         rows = max(len(rank) for rank in plan.ranks)
         tokens = max(plan.num_tokens)
         if plan.num_drafts:
@@ -144,6 +137,14 @@ class Dispatcher:
         if all(sequence.num_tokens == 1 for sequence in plan.sequences):
             return next(b for b in self._decode_buckets if b.sequences >= rows)
         return next(b for b in self._prefill_buckets if b.tokens >= tokens)
+
+    def recover(self) -> None:
+        """Be ready for new requests after a step that was interrupted or failed.
+
+        The buffers were donated to it, so the cache may be gone.
+        """
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._buffers)):
+            self._buffers = self.runner.allocate()
 
     def _pack(self, sequences: Sequence[ScheduledSequence], bucket: Bucket) -> ForwardBatch:
         return ForwardBatch.pack(

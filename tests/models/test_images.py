@@ -12,6 +12,7 @@ import pytest
 from tbo_jax import Bucket, ForwardBatch, Inputs, ModelRunner, OverlapConfig
 from tbo_jax.batch import stack_batches
 from tbo_jax.checkpoint.load import load_model
+from tbo_jax.engine.engine import Engine
 from tbo_jax.layers.rotary import RotaryConfig, rotary_table
 from tbo_jax.sharding import make_mesh
 from tbo_jax.split import split_batch_decoder_layers
@@ -116,9 +117,10 @@ def test_micro_batches_cut_no_image(monkeypatch):
         return split_batch_decoder_layers(batch, micro_batches, image_token_id)
 
     monkeypatch.setattr("tbo_jax.forward.split_batch_decoder_layers", spy)
-    for inputs, bucket in (BOTH, PREFILL), (BOTH, DECODE), (Inputs(), PREFILL):
-        make_runner(micro_batches=2, inputs=inputs).lower(bucket)
-    assert images == [IMAGE, None, None]
+    runner = make_runner(micro_batches=2)
+    for bucket in PREFILL, DECODE:
+        runner.lower(bucket)
+    assert images == [IMAGE, None]
 
 
 def test_text_alone_needs_no_places_and_no_embeddings():
@@ -161,6 +163,11 @@ def test_other_fields_than_those_the_runner_is_for_are_refused():
     refused(r"positions must be \[R, T\] with Inputs", inputs_embeds=None)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(buffers))
     assert runner.num_compiled == 0
+
+
+def test_an_engine_makes_no_such_batches():
+    with pytest.raises(ValueError, match="an engine makes batches of tokens"):
+        Engine(make_runner(), None, frozenset(), max_sequences=1, max_context=8)
 
 
 @pytest.mark.parametrize(
