@@ -21,11 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 import tyro
 
 from tbo_jax import LLM, Completion, OverlapConfig, SamplingParams, TokenEvent
 from tbo_jax.moe.exchange import Transport
 from tbo_jax.moe.message import DispatchDtype
+from tbo_jax.processes import connect, from_first, is_first
 from tbo_jax.progress import progress_bar
 from tbo_jax.sampling_params import MAX_SEED
 
@@ -65,6 +67,13 @@ class Arguments:
     """On CPU that many devices are made (default 1); on GPU and TPU the first N (default all)."""
     tensor_parallel: int = 1
     """Devices that share the attention and the feed-forward of a sequence."""
+    coordinator: str | None = None
+    """Run as one of several processes, started alike: HOST:PORT of the first one, or "auto" where
+    SLURM, Open MPI or Kubernetes started them."""
+    num_processes: int | None = None
+    """How many there are, unless --coordinator is "auto"."""
+    process_id: int | None = None
+    """Which of them this is, from 0, unless --coordinator is "auto"."""
     max_context: int | None = None
     """Most tokens of prompt and text together; default the model's, as far as memory goes."""
     page_size: int = 16
@@ -188,9 +197,17 @@ def print_json(prompts: Sequence[str], completions: Sequence[Completion], llm: L
 
 def decode(args: Arguments) -> int:
     """Run the command; returns the exit status."""
-    prompts = read_prompts(args)
-    params = sampling_params(args, len(prompts))
     devices = 1 if args.devices is None else args.devices
+    if args.coordinator is not None:
+        connect(args.coordinator, args.num_processes, args.process_id)
+        devices = jax.device_count()
+    elif args.num_processes is not None or args.process_id is not None:
+        raise ValueError("--num-processes and --process-id need --coordinator")
+    first = args.coordinator is None or is_first()
+    prompts = read_prompts(args) if first else []
+    if args.coordinator is not None:
+        prompts = from_first(prompts)
+    params = sampling_params(args, len(prompts))
     llm = LLM(
         args.model,
         devices=args.devices,
@@ -211,6 +228,9 @@ def decode(args: Arguments) -> int:
     inputs: list[Any] = list(prompts)
     if args.chat:
         inputs = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    if not first:
+        llm.generate(inputs, params)
+        return 0
     if args.json:
         most = sum(p.max_new_tokens for p in params)
         with progress_bar("decoding", not args.quiet) as update:

@@ -25,6 +25,7 @@ from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.tensor_parallel import TensorParallel
 from tbo_jax.moe.exchange import Exchange, LocalExchange, Transport, make_exchange
 from tbo_jax.moe.message import DispatchDtype
+from tbo_jax.processes import over_ranks
 from tbo_jax.shapes import Bucket, CacheConfig, Program
 from tbo_jax.sharding import DEVICES, NODES, RANKS, TENSOR, num_ranks, parameter_spec
 from tbo_jax.stages import StackedLayers
@@ -197,6 +198,7 @@ class ModelRunner:
             ValueError: the batch has other fields.
         """
         self.inputs.check(batch)
+        batch = over_ranks(batch, self.mesh)
         return self.compile(bucket, micro_batches)(self._weights, buffers, batch)
 
     def compile(self, bucket: Bucket, micro_batches: int | None = None) -> jax.stages.Compiled:

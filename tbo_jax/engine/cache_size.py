@@ -18,7 +18,7 @@ def default_num_pages(
 
     Raises ValueError where there is memory for less than two.
     """
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]
     memory = device.memory_stats() if device.platform != "cpu" else None
     if memory and "bytes_limit" in memory:
         budget = (memory["bytes_limit"] - memory["bytes_in_use"]) * ACCELERATOR_CACHE_SHARE

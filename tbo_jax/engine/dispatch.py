@@ -14,6 +14,7 @@ from tbo_jax.engine.decide import Decision, decide
 from tbo_jax.engine.plan import ScheduledSequence, StepPlan
 from tbo_jax.engine.sampler import compile_feed, compile_sampler
 from tbo_jax.engine.trial import Timer
+from tbo_jax.processes import over_ranks
 from tbo_jax.runner import ModelRunner
 from tbo_jax.sampling import SamplingInputs
 from tbo_jax.shapes import Bucket, sizes_between
@@ -27,6 +28,7 @@ class DispatchedStep:
     bucket: Bucket
     tokens: jax.Array  # [R, B] int32, the sampled token of each row, or with drafts [R, T]
     padded: jax.Array  # the same, [R, max_sequences] or more
+    readable: jax.Array  # `tokens`, for the host
     ahead: bool  # the tokens of the step before were not read yet
 
     def read(self) -> list[list[int]]:
@@ -35,7 +37,7 @@ class DispatchedStep:
         What a sequence that does not sample has there means nothing.
         """
         tokens = []
-        for rank, sampled in zip(self.plan.ranks, np.asarray(self.tokens).tolist(), strict=True):
+        for rank, sampled in zip(self.plan.ranks, np.asarray(self.readable).tolist(), strict=True):
             start = 0
             for sequence in rank:
                 stop = start + len(sequence.drafts) + 1
@@ -123,9 +125,10 @@ class Dispatcher:
         rows = _sampled_rows(bucket)
         inputs = [_sampling_inputs(rank, seeds, rows) for rank in plan.ranks]
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *inputs)
-        tokens, padded = self._sampler(rows)(logits, stacked)
-        tokens.copy_to_host_async()  # while the next step runs
-        return DispatchedStep(plan, bucket, tokens, padded, before is not None)
+        inputs = over_ranks(stacked, self.runner.mesh)
+        tokens, padded, readable = self._sampler(rows)(logits, inputs)
+        readable.copy_to_host_async()  # while the next step runs
+        return DispatchedStep(plan, bucket, tokens, padded, readable, before is not None)
 
     def bucket_of(self, plan: StepPlan) -> Bucket:
         """The shape of a step: of all ranks, those without tokens included."""
@@ -164,7 +167,8 @@ class Dispatcher:
             live = slots < batch.num_tokens[:, None]
             if np.array_equal(batch.token_ids, np.where(live, -1 - slots, 0)):
                 return before.tokens  # row for row; what pads them is never read
-        return self._feed(capacity)(batch.token_ids, before.padded)
+        ids = over_ranks(batch.token_ids, self.runner.mesh)
+        return self._feed(capacity)(ids, before.padded)
 
     def _sampler(self, rows: int) -> jax.stages.Compiled:
         if rows not in self._samplers:

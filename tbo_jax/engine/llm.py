@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -23,9 +24,10 @@ from tbo_jax.engine.request import FinishReason
 from tbo_jax.folders import cache_folder
 from tbo_jax.moe.exchange import Transport
 from tbo_jax.moe.message import DispatchDtype
+from tbo_jax.processes import from_first, is_first, least
 from tbo_jax.progress import progress_bar
 from tbo_jax.runner import ModelRunner
-from tbo_jax.sampling_params import SamplingParams
+from tbo_jax.sampling_params import MAX_SEED, SamplingParams
 from tbo_jax.shapes import CacheConfig
 from tbo_jax.sharding import TENSOR, make_mesh
 from tbo_jax.text import Tokenizer, end_of_sequence_ids
@@ -50,7 +52,8 @@ class LLM:
     """A language model with its tokenizer, compiled and ready to generate.
 
     Experts are sharded over all devices; attention is data-parallel over them, in groups of
-    `tensor_parallel`.
+    `tensor_parallel`. Of several processes (`tbo_jax.processes.connect`) each makes the same object
+    and calls `generate`; the prompts are those of the first.
     """
 
     def __init__(
@@ -78,8 +81,8 @@ class LLM:
 
         Args:
             model: a Hugging Face folder, or the id of a model on the hub.
-            devices: how many devices to use; default all. On CPU that many are made, unless JAX is
-                in use already.
+            devices: how many devices to use; default all, which several processes need. On CPU that
+                many are made, unless JAX is in use already.
             tensor_parallel: devices that share the attention and the feed-forward of a sequence.
                 Groups of so many have sequences of their own.
             dtype: of weights and compute; default float32 on CPU, bfloat16 elsewhere.
@@ -135,6 +138,7 @@ class LLM:
         end_of_sequence = end_of_sequence_ids(self.folder, self.tokenizer)
 
         start = time.perf_counter()
+        show_progress = show_progress and is_first()
         with progress_bar("loading", show_progress) as update:
             weights = load_model(
                 self.folder, mesh=self.mesh, dtype=chosen, scanned=scanned, progress=update
@@ -142,9 +146,10 @@ class LLM:
         self.load_seconds = time.perf_counter() - start
         longest = config.max_position_embeddings if max_context is None else max_context
         if num_pages is None:
-            num_pages = default_num_pages(
+            wanted = default_num_pages(
                 config.of_device(tensor_parallel), self.mesh, page_size, max_sequences, longest
             )
+            num_pages = least(wanted)
         held = (num_pages - 1) * page_size
         if max_context is not None and max_context > held:
             raise ValueError(
@@ -181,7 +186,8 @@ class LLM:
         """Generate for all prompts, batched continuously.
 
         Args:
-            prompts: texts, token-id lists, or chats (lists of {"role", "content"}).
+            prompts: texts, token-id lists, or chats (lists of {"role", "content"}). Of several
+                processes only the first's count, and its `params`.
             params: for all, or one for each; default greedy.
             on_token: called with (index of the prompt, `TokenEvent`) for each token as it comes.
 
@@ -192,6 +198,7 @@ class LLM:
         Raises:
             ValueError: `params` of another number than `prompts`.
         """
+        prompts, params = from_first((prompts, params))
         if isinstance(prompts, str):
             prompts = [prompts]
         if params is None or isinstance(params, SamplingParams):
@@ -203,6 +210,12 @@ class LLM:
         for wanted in each:
             if not isinstance(wanted, SamplingParams):
                 raise ValueError(f"params must be SamplingParams, got {wanted!r}")
+        # Drawn by the first process, for all.
+        drawn = from_first([secrets.randbelow(MAX_SEED) for _ in each])
+        each = [
+            replace(p, seed=seed) if p.seed is None else p
+            for p, seed in zip(each, drawn, strict=True)
+        ]
         done: dict[int, Completion] = {}
         index_of: dict[int, int] = {}
         start = time.perf_counter()
@@ -298,4 +311,9 @@ def _make_devices(count: int | None, tensor_parallel: int) -> Mesh:
         # RuntimeError: JAX is in use already, and the devices are what they are.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
-    return make_mesh(count, tensor=tensor_parallel)
+    nodes = jax.process_count()
+    if nodes > 1 and count not in (None, jax.device_count()):
+        raise ValueError(
+            f"devices is {count}: {nodes} processes use all that they have, {jax.device_count()}"
+        )
+    return make_mesh(count, tensor=tensor_parallel, nodes=nodes)

@@ -12,16 +12,17 @@ from tbo_jax.sharding import RANKS, num_ranks
 
 
 def compile_sampler(mesh: Mesh, rows: int, vocab_size: int, width: int) -> jax.stages.Compiled:
-    """Compile the sampler of `rows` rows a rank: logits [R, B, V], inputs -> tokens, padded tokens.
+    """Compile the sampler of `rows` rows a rank.
 
-    The tokens are int32 [R, B]. Padded with zeros to `width` they are [R, W], so that
-    `compile_feed` needs not be told the number of rows.
+    Logits [R, B, V], inputs -> tokens, padded tokens, the tokens for the host. The tokens are int32
+    [R, B]. Padded with zeros to `width` they are [R, W], so that `compile_feed` needs not be told
+    the number of rows. Those for the host are there whole in each of several processes.
     """
     placed = NamedSharding(mesh, PartitionSpec(RANKS))
 
     def per_rank(logits, inputs):
         tokens = sample(logits[0], jax.tree.map(lambda leaf: leaf[0], inputs))
-        return tokens[None], jnp.pad(tokens, (0, width - rows))[None]
+        return tokens[None], jnp.pad(tokens, (0, width - rows))[None], tokens[None]
 
     idle = SamplingInputs.from_rows([], [], [], rows)
     example = jax.tree.map(lambda leaf: np.stack([leaf] * num_ranks(mesh)), idle)
@@ -29,7 +30,9 @@ def compile_sampler(mesh: Mesh, rows: int, vocab_size: int, width: int) -> jax.s
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed),
         (jax.ShapeDtypeStruct((num_ranks(mesh), rows, vocab_size), np.float32), example),
     )
-    return _over_ranks(mesh, per_rank).lower(*abstract).compile()
+    whole = NamedSharding(mesh, PartitionSpec()) if jax.process_count() > 1 else placed
+    outputs = placed, placed, whole
+    return _over_ranks(mesh, per_rank, outputs).lower(*abstract).compile()
 
 
 def compile_feed(mesh: Mesh, tokens: int, width: int) -> jax.stages.Compiled:
@@ -45,12 +48,12 @@ def compile_feed(mesh: Mesh, tokens: int, width: int) -> jax.stages.Compiled:
 
     shapes = (num_ranks(mesh), tokens), (num_ranks(mesh), width)
     abstract = [jax.ShapeDtypeStruct(shape, np.int32, sharding=placed) for shape in shapes]
-    return _over_ranks(mesh, per_rank).lower(*abstract).compile()
+    return _over_ranks(mesh, per_rank, placed).lower(*abstract).compile()
 
 
-def _over_ranks(mesh: Mesh, per_rank):
-    """Jit a function of one rank's leaves [1, ...] over the ranks."""
+def _over_ranks(mesh: Mesh, per_rank, outputs):
+    """Jit a function of one rank's leaves [1, ...] over the ranks; `outputs` are its shardings."""
     spec = PartitionSpec(RANKS)
     run = jax.shard_map(per_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     # Explicit: inferred shardings of axes of size one get lost, and the next program would refuse.
-    return jax.jit(run, out_shardings=NamedSharding(mesh, spec))
+    return jax.jit(run, out_shardings=outputs)

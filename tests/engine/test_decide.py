@@ -300,7 +300,7 @@ def test_a_person_can_read_it(cache_folder):
     (found,) = [f for f in files.values() if f["key"]["bucket"]["decode"]]
     assert (found["micro_batches"], found["seconds"]) == (1, {"1": 1.5, "2": 2.0})
     key = found["key"]
-    assert key["bucket"] == {"tokens": 4, "sequences": 4, "decode": True}
+    assert key["bucket"] == {"tokens": 4, "sequences": 4, "decode": True, "drafts": 0}
     assert key["cache"] == dataclasses.asdict(CACHE)
     assert key["jax"] == jax.__version__
     assert (key["device_kind"], key["processes"]) == ("cpu", 1)

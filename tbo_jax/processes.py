@@ -1,0 +1,92 @@
+"""Several processes, usually one a host, that run the same program on one mesh.
+
+Each makes the same decisions from the same values, so that all start the same steps. What only the
+first knows (requests, seeds) is handed to the others.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tbo_jax.sharding import RANKS
+
+T = TypeVar("T")
+
+SILENCE = 30  # seconds without a sign of life after which a process counts as dead
+
+
+def connect(
+    coordinator: str, num_processes: int | None = None, process_id: int | None = None
+) -> None:
+    """Join the other processes; before JAX is used for anything else.
+
+    When one of them dies the others end with an error: at once where a connection to it breaks,
+    after `SILENCE` seconds otherwise.
+
+    Args:
+        coordinator: HOST:PORT of the first process, or "auto" where JAX finds the others by itself
+            (SLURM, Open MPI, Kubernetes, Cloud TPU).
+        num_processes, process_id: how many there are, and which this is; not with "auto".
+
+    Raises:
+        ValueError: one of them is missing, too much or out of range.
+    """
+    given = num_processes is not None and process_id is not None
+    if coordinator == "auto":
+        if num_processes is not None or process_id is not None:
+            raise ValueError("with coordinator 'auto' the processes are counted by the cluster")
+        jax.distributed.initialize(heartbeat_timeout_seconds=SILENCE)
+        return
+    if not given or num_processes < 1 or not 0 <= process_id < num_processes:  # type: ignore[operator]
+        raise ValueError(
+            f"num_processes is {num_processes} and process_id {process_id}: expected both, and a "
+            "process_id from 0 to num_processes - 1"
+        )
+    jax.distributed.initialize(
+        coordinator, num_processes, process_id, heartbeat_timeout_seconds=SILENCE
+    )
+
+
+def is_first() -> bool:
+    """Whether this process is the one that takes requests and prints."""
+    return jax.process_index() == 0
+
+
+def from_first(value: T) -> T:
+    """The first process's `value`, which must be something to pickle, in all processes."""
+    if jax.process_count() == 1:
+        return value
+    data = np.frombuffer(pickle.dumps(value) if is_first() else b"", np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
+    shared = data if is_first() else np.zeros(size, np.uint8)
+    return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(shared)).tobytes())
+
+
+def least(value: int) -> int:
+    """The least of the processes' values."""
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.process_allgather(np.int32(value)).min())
+
+
+def over_ranks(tree: Any, mesh: Mesh) -> Any:
+    """Leaves [R, ...] of the host, equal in all processes, as they may be handed to a program.
+
+    Where all devices are this process's own the program takes them as they are.
+    """
+    if jax.process_count() == 1:
+        return tree
+    sharding = NamedSharding(mesh, PartitionSpec(RANKS))
+
+    def place(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array):
+            return leaf
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+    return jax.tree.map(place, tree)
