@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tbo_jax.models import (
+    deepseek_v3,
     ernie4_5,
     ernie4_5_moe,
     glm4_moe,
@@ -16,9 +17,11 @@ from tbo_jax.models import (
 from tbo_jax.models.architecture import Architecture
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "deepseek_v3": deepseek_v3.ARCHITECTURE,
     "ernie4_5": ernie4_5.ARCHITECTURE,
     "ernie4_5_moe": ernie4_5_moe.ARCHITECTURE,
     "glm4_moe": glm4_moe.ARCHITECTURE,
+    "kimi_k2": deepseek_v3.ARCHITECTURE,
     "llama": llama.ARCHITECTURE,
     "mixtral": mixtral.ARCHITECTURE,
     "qwen2_moe": qwen2_moe.ARCHITECTURE,

@@ -100,5 +100,5 @@ def allocate_attention_buffers(
 
 def kv_bytes_per_page(config: Any, page_size: int) -> int:
     """Bytes of keys and values of one page over all layers."""
-    elements = 2 * config.num_layers * page_size * config.num_kv_heads * config.head_dim
+    elements = config.num_layers * page_size * config.cached_elements
     return elements * jnp.dtype(config.dtype).itemsize

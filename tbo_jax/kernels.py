@@ -6,6 +6,7 @@
 | TPU, in bfloat16 | `attention/tpu_paged.py` | interleaved | `moe/tpu_experts.py` |
 | any other, by XLA | `attention/paged.py` | separate | `moe/experts.py` |
 
+The pages of latent attention are latent ones everywhere. On TPU XLA computes it.
 A shape that a kernel does not take falls back to XLA, with one warning that says why.
 """
 
@@ -43,13 +44,18 @@ def choose_kernels(device: Any, config: DecoderConfig) -> Kernels:
     """The kernels for a model on devices like `device`, which need not be there."""
     if _is_gpu(device):
         return _for_gpu(config)
-    return _for_tpu(config) if device.platform == "tpu" else Kernels()
+    return _for_tpu(config) if device.platform == "tpu" else _by_xla(config)
+
+
+def _by_xla(config: DecoderConfig) -> Kernels:
+    return Kernels(page_layout="separate" if config.latent is None else "latent")
 
 
 def _for_gpu(config: DecoderConfig) -> Kernels:
-    kernels = Kernels()
+    kernels = _by_xla(config)
     group = config.num_heads // config.num_kv_heads
-    if _takes("attention", "GPU", gpu_paged.unsupported(config.head_dim, group)):
+    value_dim = None if config.latent is None else config.value_dim
+    if _takes("attention", "GPU", gpu_paged.unsupported(config.head_dim, value_dim)):
         kernels = replace(
             kernels,
             attention=gpu_paged.paged_attention,
@@ -62,8 +68,11 @@ def _for_gpu(config: DecoderConfig) -> Kernels:
 
 
 def _for_tpu(config: DecoderConfig) -> Kernels:
-    kernels = Kernels()
-    reason = tpu_paged.unsupported(config.head_dim, config.num_kv_heads, config.dtype)
+    kernels = _by_xla(config)
+    if config.latent is None:
+        reason = tpu_paged.unsupported(config.head_dim, config.num_kv_heads, config.dtype)
+    else:
+        reason = "it has none for latent attention"
     if _takes("attention", "TPU", reason):
         kernels = replace(
             kernels,

@@ -15,13 +15,22 @@ import jax.numpy as jnp
 #     and copied the whole cache in every layer (libtpu 0.0.52, v5e).
 # "interleaved": one array [N, S, 2G, H], the keys at even heads and the values at odd ones, so that
 #     a page is one transfer.
-PageLayout = Literal["separate", "interleaved"]
+# "latent": one array [N, S, H] of a single head, for latent attention: its values are the first
+#     elements of its keys, so the keys are all there is.
+PageLayout = Literal["separate", "interleaved", "latent"]
 
 
 def page_shapes(layout: PageLayout, page_size: int, num_kv_heads: int, head_dim: int):
-    """Shapes of one page in each array of a layer: two for "separate", one for "interleaved"."""
+    """Shapes of one page in each array of a layer: two arrays for "separate", else one.
+
+    Raises ValueError for several heads in the layout "latent".
+    """
     if layout == "interleaved":
         return ((page_size, 2 * num_kv_heads, head_dim),)
+    if layout == "latent":
+        if num_kv_heads != 1:
+            raise ValueError(f"latent pages hold one key/value head, got {num_kv_heads}")
+        return ((page_size, head_dim),)
     return ((page_size, num_kv_heads * head_dim),) * 2
 
 
@@ -30,13 +39,15 @@ def page_shapes(layout: PageLayout, page_size: int, num_kv_heads: int, head_dim:
 class LayerCache:
     """One layer's view of the cache."""
 
-    pages: tuple[jax.Array, ...]  # keys and values [N, S, G * H], or both in one [N, S, 2G, H]
+    pages: tuple[jax.Array, ...]  # as `PageLayout` says
     first_page: Any = 0  # int or traced []: where this layer's pages begin in a stacked array
 
     @property
     def layout(self) -> PageLayout:
         """How the pages lie in memory."""
-        return "separate" if len(self.pages) == 2 else "interleaved"
+        if len(self.pages) == 2:
+            return "separate"
+        return "interleaved" if self.pages[0].ndim == 4 else "latent"
 
     @property
     def page_size(self) -> int:
@@ -46,7 +57,7 @@ class LayerCache:
     def num_kv_heads(self, head_dim: int) -> int:
         """G, if heads have `head_dim` elements."""
         *_, heads, width = self.pages[0].shape
-        return width // head_dim if self.layout == "separate" else heads // 2
+        return heads // 2 if self.layout == "interleaved" else width // head_dim
 
 
 @jax.tree_util.register_dataclass

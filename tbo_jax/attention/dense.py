@@ -18,23 +18,23 @@ def dense_causal_attention(
     """Causal attention within each of T / length sequences laid out one after another.
 
     Args:
-        queries: [T, N, H]; keys, values: [T, G, H]; T a multiple of `length`.
+        queries: [T, N, H]; keys: [T, G, H]; values: [T, G, V]; T a multiple of `length`.
         length: tokens of each sequence.
         scale: factor of the scores.
         sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
 
     Returns:
-        [T, N, H].
+        [T, N, V].
     """
     tokens, heads, head_dim = queries.shape
-    kv_heads = keys.shape[1]
+    _, kv_heads, value_dim = values.shape
     q = queries.reshape(-1, length, kv_heads, heads // kv_heads, head_dim)
     k = keys.reshape(-1, length, kv_heads, head_dim)
-    v = values.reshape(-1, length, kv_heads, head_dim)
+    v = values.reshape(-1, length, kv_heads, value_dim)
     scores = jnp.einsum("bqgnh,bsgh->bgnqs", q, k, preferred_element_type=jnp.float32) * scale
     at = jnp.arange(length)
     seen = at[None, :] <= at[:, None]
     if sliding_window is not None:
         seen &= at[None, :] > at[:, None] - sliding_window
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("bgnqs,bsgh->bqgnh", weights, v).reshape(tokens, heads, head_dim)
+    return jnp.einsum("bgnqs,bsgh->bqgnh", weights, v).reshape(tokens, heads, value_dim)

@@ -1,9 +1,13 @@
 """Paged attention on GPU: one Pallas (Triton) kernel for ragged batches of prefill and decode.
 
-A program takes the queries of one work item that share a key/value head, and a part of their keys;
-the softmax runs over key blocks as in FlashAttention (Dao et al. 2022). A step with few rows
-splits the context over several programs, so that a few long rows fill the chip (flash-decoding, Dao
-et al. 2023), and the parts are brought together afterwards. Keys are read where they lie.
+A program takes the queries of one work item that share a key/value head, those of 64 heads at most,
+and a part of their keys; the softmax runs over key blocks as in FlashAttention (Dao et al. 2022). A
+step with few rows splits the context over several programs, so that a few long rows fill the chip
+(flash-decoding, Dao et al. 2023), and the parts are brought together afterwards. Keys are read
+where they lie.
+
+Of latent pages a block is read once, for its keys and for its values. A key of 512 + 64 elements is
+two blocks, the one that is the value too and the rest, since Triton has powers of two only.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from tbo_jax.attention.work import AttentionWork, num_work_items
 from tbo_jax.batch import ForwardBatch
 
 KEY_BLOCK, KEY_BYTES = 64, 2**14  # keys of one turn of the loop, and bytes of them, at most
+LATENT_KEY_BYTES = 2**15  # the same where keys are values too
 QUERY_ROWS = 64  # queries x heads of a program that prefills
 SMALLEST_ROWS = 16  # tensor cores take 16 rows at least
 PROGRAMS = 512  # that a step should have: about four for each of an H100's multiprocessors
@@ -27,12 +32,22 @@ LEAST_KEYS = 512  # of a part, when a context is split
 NAME = "tbo_paged_attention"
 
 
-def unsupported(head_dim: int, group: int) -> str | None:
-    """Why heads of this size, `group` to a key/value head, cannot run here; None if they can."""
-    if head_dim % 8 or not 16 <= head_dim <= 256:  # rows of keys begin at 16 bytes
-        return f"head size {head_dim} is no multiple of 8 from 16 to 256"
-    if group > QUERY_ROWS:
-        return f"{group} query heads share a key/value head, expected at most {QUERY_ROWS}"
+def unsupported(head_dim: int, value_dim: int | None = None) -> str | None:
+    """Why heads of this size cannot run here; None if they can.
+
+    Args:
+        head_dim: elements of a key.
+        value_dim: with latent pages, how many of them are its value.
+    """
+    if value_dim is None:
+        if head_dim % 8 or not 16 <= head_dim <= 256:  # rows of keys begin at 16 bytes
+            return f"head size {head_dim} is no multiple of 8 from 16 to 256"
+        return None
+    if head_dim % 8 or not 16 <= value_dim <= 512 or not 16 <= head_dim - value_dim <= 128:
+        return (
+            f"latent keys of {value_dim} + {head_dim - value_dim} elements are not a multiple of 8 "
+            "of 16 to 512 + 16 to 128"
+        )
     return None
 
 
@@ -51,37 +66,46 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    value_dim: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal attention of each token to its sequence's keys; see `paged.paged_attention`.
 
     Args:
         queries: [T, N, H].
-        cache: separate pages that hold the keys and values of this step's tokens already.
+        cache: separate or latent pages that hold the keys and values of this step's tokens already.
         batch, work: the batch and its work items of `query_block` queries each.
         scale: factor of the scores.
         sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
         soft_cap: scores s become `cap * tanh(s / cap)` (Gemma 2).
+        value_dim: with latent pages V, the elements of a key that are its value; else V = H.
         interpret: run without a GPU, slowly.
 
     Returns:
-        [T, N, H]; rows of padding tokens are zero.
+        [T, N, V]; rows of padding tokens are zero.
     """
     tokens, heads, head_dim = queries.shape
     page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
+    latent = cache.layout == "latent"
+    value_dim = head_dim if value_dim is None else value_dim
     group = heads // kv_heads
+    parts = -(-group // QUERY_ROWS)  # of the heads that share a key/value head
+    share = -(-group // parts)
     items = num_work_items(batch, query_block)
+    programs = items * kv_heads * parts
     context = batch.page_table.shape[1] * page_size
-    splits = num_splits(items * kv_heads, context)
-    rows = max(SMALLEST_ROWS, _power_of_two(group * query_block))
-    features = _power_of_two(head_dim)
+    splits = num_splits(programs, context)
+    rows = max(SMALLEST_ROWS, _power_of_two(share * query_block))
+    features = _power_of_two(value_dim)
+    most = (LATENT_KEY_BYTES if latent else KEY_BYTES) // cache.pages[0].dtype.itemsize
     kernel = functools.partial(
         _kernel,
         rows=rows,
-        key_block=min(KEY_BLOCK, KEY_BYTES // (features * cache.pages[0].dtype.itemsize)),
-        features=features,
+        key_block=min(KEY_BLOCK, most // features),
+        value_dim=value_dim,
         kv_heads=kv_heads,
         group=group,
+        share=share,
         page_size=page_size,
         scale=scale,
         window=context + 1 if sliding_window is None else sliding_window,
@@ -93,13 +117,15 @@ def paged_attention(
     part = jax.ShapeDtypeStruct((splits, tokens, heads), jnp.float32)
     out, top, total = pl.pallas_call(
         kernel,
-        out_shape=(jax.ShapeDtypeStruct((*part.shape, head_dim), dtype), part, part),
+        out_shape=(jax.ShapeDtypeStruct((*part.shape, value_dim), dtype), part, part),
         # The heads of an item are neighbours: they read the same pages. Together with the items on
         # the first axis, as CUDA ends the others at 65,535.
-        grid=(items * kv_heads, splits),
-        # float32 has no tensor cores: 64 rows do not fit the registers of 4 warps.
+        grid=(programs, splits),
+        # 64 rows of values of 512, or of float32, which has no tensor cores, do not fit the
+        # registers of 4 warps.
         compiler_params=plgpu.CompilerParams(
-            num_warps=8 if queries.dtype == jnp.float32 and rows > 32 else 4, num_stages=3
+            num_warps=8 if rows > 32 and (queries.dtype == jnp.float32 or latent) else 4,
+            num_stages=2 if latent else 3,
         ),
         interpret=interpret,
         name=NAME,
@@ -129,60 +155,74 @@ def _join(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def _kernel(
-    first_page, row_ref, first_token, num_queries, first_position, table, q_ref, k_ref, v_ref,
-    out_ref, top_ref, total_ref,
-    *, rows, key_block, features, kv_heads, group, page_size, scale, window, soft_cap, splits,
+    first_page, row_ref, first_token, num_queries, first_position, table, q_ref, *refs,
+    rows, key_block, value_dim, kv_heads, group, share, page_size, scale, window, soft_cap, splits,
 ):  # fmt: skip
-    """One work item, one key/value head, one part of the context.
+    """One work item, `share` of the heads of one key/value head, one part of the context.
 
     Sizes of blocks are powers of two, which is all that Triton has; what is too much is masked.
     """
-    item, kv_head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
+    *pages, out_ref, top_ref, total_ref = refs
+    parts = -(-group // share)
+    item, kv_head = pl.program_id(0) // (kv_heads * parts), pl.program_id(0) // parts % kv_heads
     part = pl.program_id(1)
     head_dim = q_ref.shape[2]
     count, base = num_queries[item], first_position[item]
     lane = jnp.arange(rows, dtype=jnp.int32)
-    query = lane // group
+    query, of_group = lane // share, pl.program_id(0) % parts * share + lane % share
     token = (first_token[item] + query)[:, None]
-    head = (kv_head * group + lane % group)[:, None]
-    feature = jnp.arange(features, dtype=jnp.int32)[None, :]
+    head = (kv_head * group + of_group)[:, None]
     live = query < count
+    if group % share:
+        live &= of_group < group
+    # The elements of a key: those that latent pages take for its value, and the rest.
+    spans = [(0, value_dim), (value_dim, head_dim)][: 1 if value_dim == head_dim else 2]
 
-    def inside(mask):  # [N] -> [N, features], or what broadcasts to it
-        return mask[:, None] if features == head_dim else mask[:, None] & (feature < head_dim)
+    def block(mask, span):  # rows [N] -> columns, and a mask that broadcasts to [N, columns]
+        start, stop = span
+        width = _power_of_two(stop - start)
+        feature = start + jnp.arange(width, dtype=jnp.int32)[None, :]
+        whole = width == stop - start
+        return feature, mask[:, None] if whole else mask[:, None] & (feature < stop)
 
     # Else the tensor cores round float32 to 10 bits.
     precision = jax.lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
 
     @pl.when(count > 0)
     def _():
-        q = plgpu.load(
-            q_ref.at[token, head, feature], mask=inside(live), other=jnp.zeros((), q_ref.dtype)
-        )
+        def read_queries(span):
+            feature, mask = block(live, span)
+            other = jnp.zeros((), q_ref.dtype)
+            return plgpu.load(q_ref.at[token, head, feature], mask=mask, other=other)
+
+        queries = [read_queries(span) for span in spans]
         position = base + query
         end = base + count  # of the keys that any of the queries sees
         begin = jnp.maximum(base - window + 1, 0) // key_block
         per_part = -(-(-(-end // key_block) - begin) // splits)
         start = begin + part * per_part
         stop = jnp.minimum(start + per_part, -(-end // key_block))
-        column = kv_head * head_dim + feature
 
-        def read(ref, page, slot, written):
+        def read(ref, page, slot, written, span):
+            feature, mask = block(written, span)
             return plgpu.load(
-                ref.at[page[:, None], slot[:, None], column],
-                mask=inside(written),
+                ref.at[page[:, None], slot[:, None], kv_head * head_dim + feature],
+                mask=mask,
                 other=jnp.zeros((), ref.dtype),
             )
 
-        def accumulate(block, state):
+        def accumulate(turn, state):
             top, total, acc = state
-            key = block * key_block + jnp.arange(key_block, dtype=jnp.int32)
+            key = turn * key_block + jnp.arange(key_block, dtype=jnp.int32)
             written = key < end
             page = plgpu.load(table.at[row_ref[item], key // page_size], mask=written, other=0)
             page += first_page[0]
             slot = key % page_size
-            keys = read(k_ref, page, slot, written)
-            scores = plgpu.dot(q, keys.T, precision=precision) * scale
+            keys = [read(pages[0], page, slot, written, span) for span in spans]
+            products = [
+                plgpu.dot(q, k.T, precision=precision) for q, k in zip(queries, keys, strict=True)
+            ]
+            scores = sum(products[1:], products[0]) * scale
             if soft_cap is not None:
                 scores = soft_cap * _tanh(scores / soft_cap)
             seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
@@ -191,23 +231,22 @@ def _kernel(
             safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # no inf - inf
             weights = jnp.exp(scores - safe[:, None])
             shrink = jnp.exp(top - safe)
-            values = read(v_ref, page, slot, written)
+            values = keys[0] if len(pages) == 1 else read(pages[1], page, slot, written, spans[0])
             update = plgpu.dot(weights.astype(values.dtype), values, precision=precision)
             return new_top, total * shrink + weights.sum(1), acc * shrink[:, None] + update
 
         state = (
             jnp.full((rows,), -jnp.inf, jnp.float32),
             jnp.zeros((rows,), jnp.float32),
-            jnp.zeros((rows, features), jnp.float32),
+            jnp.zeros((rows, _power_of_two(value_dim)), jnp.float32),
         )
         top, total, acc = jax.lax.fori_loop(start, stop, accumulate, state)
         # A part without keys has no weight beside any other.
         top = jnp.where(top == -jnp.inf, jnp.finfo(jnp.float32).min, top)
         if splits == 1:
             acc = acc / jnp.where(total == 0, 1.0, total)[:, None]
-        plgpu.store(
-            out_ref.at[part, token, head, feature], acc.astype(out_ref.dtype), mask=inside(live)
-        )
+        feature, mask = block(live, spans[0])
+        plgpu.store(out_ref.at[part, token, head, feature], acc.astype(out_ref.dtype), mask=mask)
         plgpu.store(top_ref.at[part, token[:, 0], head[:, 0]], top, mask=live)
         plgpu.store(total_ref.at[part, token[:, 0], head[:, 0]], total, mask=live)
 
@@ -222,7 +261,16 @@ def _tanh(x: jax.Array) -> jax.Array:
 
 
 def expected_work(
-    *, tokens: int, context: int, decode: bool, heads: int, kv_heads: int, head_dim: int, width: int
+    *,
+    tokens: int,
+    context: int,
+    decode: bool,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    cached: int,
+    width: int,
 ) -> dict[str, tuple[float, float]]:
     """Floating-point operations and bytes of the kernel, by its name, for the schedule report.
 
@@ -230,11 +278,12 @@ def expected_work(
         tokens: of the micro-batch.
         context: tokens of each sequence; decode has a token of each, prefill all of them.
         decode: which.
-        heads, kv_heads, head_dim: shape of the attention.
+        heads, kv_heads, head_dim, value_dim: shape of the attention.
+        cached: elements that the cache holds of a token, in one layer.
         width: bytes of an element.
     """
     # A prompt's keys are read again by its next queries, from the L2 cache.
     keys = tokens * context if decode else max(tokens, context)
     pairs = tokens * context / (1 if decode else 2)  # of query and key
-    moved = 2 * keys * kv_heads * head_dim + 2 * tokens * heads * head_dim
-    return {NAME: (4.0 * pairs * heads * head_dim, float(moved * width))}
+    moved = keys * cached + tokens * heads * (head_dim + value_dim)
+    return {NAME: (2.0 * pairs * heads * (head_dim + value_dim), float(moved * width))}

@@ -23,8 +23,8 @@ def write_pages(cache: LayerCache, keys: jax.Array, values: jax.Array, batch: Fo
     """Store the keys and values of this step's tokens in their sequences' pages.
 
     Args:
-        cache: the layer's pages, of either layout.
-        keys, values: [T, G, H].
+        cache: the layer's pages, of any layout.
+        keys, values: [T, G, H]; latent pages hold only the keys, of which the values are a part.
         batch: says where each token stands; padding tokens write nothing.
 
     Returns:
@@ -44,10 +44,11 @@ def write_pages(cache: LayerCache, keys: jax.Array, values: jax.Array, batch: Fo
         flat = new.reshape(new.shape[0], *pages.shape[2:]).astype(pages.dtype)
         return pages.at[page, slot].set(flat, mode="drop")
 
-    if cache.layout == "separate":
-        new: tuple[jax.Array, ...] = (keys, values)
-    else:
+    new: tuple[jax.Array, ...] = (keys, values)
+    if cache.layout == "interleaved":
         new = (jnp.stack([keys, values], axis=2),)
+    elif cache.layout == "latent":
+        new = (keys,)
     return LayerCache(tuple(map(store, cache.pages, new)), cache.first_page)
 
 
@@ -60,6 +61,7 @@ def paged_attention(
     query_block: int,
     scale: float,
     sliding_window: int | None = None,
+    value_dim: int | None = None,
 ) -> jax.Array:
     """Causal attention of each token to its sequence's keys, its own included.
 
@@ -69,11 +71,13 @@ def paged_attention(
         batch, work: the batch and its work items for `query_block` queries each.
         scale: factor of the scores.
         sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
+        value_dim: with latent pages V, the elements of a key that are its value; else V = H.
 
     Returns:
-        [T, N, H] in the dtype of `queries`; rows of padding tokens are zero.
+        [T, N, V] in the dtype of `queries`; rows of padding tokens are zero.
     """
     tokens, heads, head_dim = queries.shape
+    value_dim = head_dim if value_dim is None else value_dim
     page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
     group = heads // kv_heads
     items = num_work_items(batch, query_block)
@@ -101,9 +105,12 @@ def paged_attention(
             keys, values = (pages[taken] for pages in cache.pages)
         else:
             both = cache.pages[0][taken]
-            keys, values = both[..., 0::2, :], both[..., 1::2, :]
-        shape = (items, block, kv_heads, head_dim)
-        return keys.reshape(shape), values.reshape(shape)
+            if cache.layout == "interleaved":
+                keys, values = both[..., 0::2, :], both[..., 1::2, :]
+            else:
+                keys, values = both, both[..., :value_dim]
+        shape = (items, block, kv_heads)
+        return keys.reshape(*shape, head_dim), values.reshape(*shape, value_dim)
 
     def accumulate(index, state):
         top, total, acc = state
@@ -134,14 +141,14 @@ def paged_attention(
     start = (
         jnp.full(shape, -jnp.inf, jnp.float32),
         jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, head_dim), jnp.float32),
+        jnp.zeros((*shape, value_dim), jnp.float32),
     )
     # The number of turns is data; the name lets the schedule report assume one.
     with jax.named_scope("key_blocks"):
         _, total, acc = jax.lax.fori_loop(0, num_blocks, accumulate, start)
     out = acc / jnp.where(total == 0, 1.0, total)[..., None]
-    out = out.reshape(items, kv_heads, group, query_block, head_dim).transpose(0, 3, 1, 2, 4)
-    out = out.reshape(items, query_block, heads, head_dim).astype(queries.dtype)
+    out = out.reshape(items, kv_heads, group, query_block, value_dim).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(items, query_block, heads, value_dim).astype(queries.dtype)
     token = jnp.arange(tokens, dtype=jnp.int32)
     item = work.token_item[:tokens]
     picked = out[item, jnp.clip(token - first_token[item], 0, query_block - 1)]

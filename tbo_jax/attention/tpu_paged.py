@@ -153,12 +153,21 @@ def pages_per_block(cache: LayerCache, pages_per_sequence: int) -> int:
 
 
 def expected_work(
-    *, tokens: int, context: int, decode: bool, heads: int, kv_heads: int, head_dim: int, width: int
+    *,
+    tokens: int,
+    context: int,
+    decode: bool,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    cached: int,
+    width: int,
 ) -> dict[str, tuple[float, float]]:
     """Floating-point operations and bytes of the kernel; see `gpu_paged.expected_work`.
 
     Each block of queries reads all keys of its sequence, also those that its mask hides.
     """
     blocks = tokens if decode else -(-tokens // query_block(heads // kv_heads))
-    moved = 2 * blocks * context * kv_heads * head_dim + 2 * tokens * heads * head_dim
-    return {NAME: (4.0 * tokens * context * heads * head_dim, float(moved * width))}
+    moved = blocks * context * cached + tokens * heads * (head_dim + value_dim)
+    return {NAME: (2.0 * tokens * context * heads * (head_dim + value_dim), float(moved * width))}

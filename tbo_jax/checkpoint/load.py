@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from tbo_jax.checkpoint.names import Source, parameter_sources
+from tbo_jax.checkpoint.quantized import WeightFormat, find_format
 from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder
 from tbo_jax.layers.config import DecoderConfig, HfConfig
 from tbo_jax.layers.decoder import CausalLM
@@ -32,6 +33,16 @@ def read_config(folder: Path, dtype: Any) -> tuple[DecoderConfig, Architecture]:
         CheckpointError: it is missing, is not JSON, or asks for something that is not supported.
     """
     path = folder / "config.json"
+    values = _read_values(path)
+    try:
+        architecture = find_architecture(values.get("model_type"))
+        return architecture.parse_config(HfConfig(values, str(path)), dtype), architecture
+    except ValueError as error:
+        message = str(error) if str(path) in str(error) else f"{path}: {error}"
+        raise CheckpointError(message) from error
+
+
+def _read_values(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -40,12 +51,7 @@ def read_config(folder: Path, dtype: Any) -> tuple[DecoderConfig, Architecture]:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
-    try:
-        architecture = find_architecture(values.get("model_type"))
-        return architecture.parse_config(HfConfig(values, str(path)), dtype), architecture
-    except ValueError as error:
-        message = str(error) if str(path) in str(error) else f"{path}: {error}"
-        raise CheckpointError(message) from error
+    return values
 
 
 def load_model(
@@ -59,7 +65,8 @@ def load_model(
     """Load the checkpoint in `folder` onto the devices of `mesh`.
 
     Nothing but the parameter being read is held on the host beside the loaded weights: a weight
-    that is shared out is read for one device at a time.
+    that is shared out is read for one device at a time. Quantised weights are decoded as they
+    are read.
 
     Args:
         folder: Hugging Face folder with config.json and safetensors.
@@ -69,12 +76,14 @@ def load_model(
         progress: called with (bytes done, bytes in all), bytes of the files.
 
     Raises:
-        CheckpointError: unreadable or unsupported configuration, broken files, a tensor that is
-            missing, left over or of another shape, experts or heads that do not divide over the
-            devices.
+        CheckpointError: unreadable or unsupported configuration or quantisation, broken files, a
+            tensor that is missing, left over or of another shape, experts or heads that do not
+            divide over the devices.
     """
     config, architecture = read_config(folder, dtype)
     tensors = TensorFolder.open(folder)
+    quantization = _read_values(folder / "config.json").get("quantization_config")
+    weights = find_format(tensors, quantization)
     try:
         if config.num_experts:
             check_divisible(config.num_experts, mesh.size)
@@ -89,23 +98,30 @@ def load_model(
         for path, variable in flat
     }
     wanted = [s for found in sources.values() for s in found]
-    _check_tensors(tensors, wanted, config, architecture)
+    _check_tensors(tensors, weights, wanted, config, architecture)
 
-    total = sum(tensors.info(source.name).nbytes for source in wanted)
+    total = sum(_file_bytes(tensors, weights, source) for source in wanted)
     done = 0
     loaded = []
     for path, variable in flat:
         sharding = NamedSharding(mesh, parameter_spec(path, variable, mesh))
-        value = _read_parameter(tensors, sources[path], variable.shape, variable.dtype, sharding)
+        value = _read_parameter(weights, sources[path], variable.shape, variable.dtype, sharding)
         loaded.append((path, variable.replace(value)))
-        done += sum(tensors.info(source.name).nbytes for source in sources[path])
+        done += sum(_file_bytes(tensors, weights, source) for source in sources[path])
         if progress is not None:
             progress(done, total)
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
+def _file_bytes(tensors: TensorFolder, weights: WeightFormat, source: Source) -> int:
+    """Bytes of the part of a weight that a parameter takes."""
+    stored = weights.stored(source.name, source.tensor_shape)
+    whole = sum(tensors.info(name).nbytes for name in stored)
+    return whole * math.prod(source.shape) // math.prod(source.tensor_shape)
+
+
 def _read_parameter(
-    tensors: TensorFolder,
+    weights: WeightFormat,
     sources: Sequence[Source],
     shape: tuple[int, ...],
     dtype: Any,
@@ -115,7 +131,7 @@ def _read_parameter(
         bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
         out = _aligned_empty([stop - start for start, stop in bounds], dtype)
         for source in sources:
-            _read_source(tensors, source, out, bounds)
+            _read_source(weights, source, out, bounds)
         return out
 
     array = jax.make_array_from_callback(shape, sharding, read_shard)
@@ -136,7 +152,7 @@ def _aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def _read_source(
-    tensors: TensorFolder, source: Source, out: np.ndarray, bounds: Sequence[tuple[int, int]]
+    weights: WeightFormat, source: Source, out: np.ndarray, bounds: Sequence[tuple[int, int]]
 ) -> None:
     """The part of a tensor that falls into the shard `bounds` of the parameter, into `out`."""
     lead = len(source.at)
@@ -153,19 +169,21 @@ def _read_source(
         return
     place = tuple(slice(a - b[0], z - b[0]) for (a, z), b in zip(inner, bounds[lead:], strict=True))
     index = tuple(slice(a - o, z - o) for (a, z), o in zip(inner, offsets, strict=True))
-    index = index[::-1] if source.transpose else index
-    index = (slice(0, 1),) * source.leading + index
     part = target[place][(None,) * source.leading]
-    tensors.read_into(source.name, part, index, transpose=source.transpose)
+    weights.read_into(source.name, part, source.part(index), transpose=source.transpose)
 
 
 def _check_tensors(
     tensors: TensorFolder,
+    weights: WeightFormat,
     sources: Sequence[Source],
     config: DecoderConfig,
     architecture: Architecture,
 ) -> None:
-    wanted: Mapping[str, Source] = {source.name: source for source in sources}
+    shapes = {source.name: source.tensor_shape for source in sources}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        wanted |= weights.stored(name, shape)
     present = set(tensors.names)
     missing = sorted(wanted.keys() - present)
     if missing:
@@ -180,12 +198,12 @@ def _check_tensors(
             f"{tensors.folder}: {_listed(extra)} not part of a {config.model_type} model "
             f"of this configuration"
         )
-    for name, source in wanted.items():
+    for name, expected in wanted.items():
         shape = tensors.info(name).shape
-        if shape != source.tensor_shape:
+        if shape != expected:
             raise CheckpointError(
                 f"{tensors.folder}: tensor {name} has shape {list(shape)}, "
-                f"expected {list(source.tensor_shape)}"
+                f"expected {list(expected)}"
             )
 
 

@@ -13,11 +13,12 @@ _LEAVES = {"weight": "weight", "scale": "weight", "embedding": "weight", "bias":
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the checkpoint and its place in a parameter.
+    """A weight of the checkpoint and its place in a parameter.
 
     The place is `parameter[*at]`, then from column `column` on along the last dimension. With
-    `transpose` the checkpoint keeps a matrix the other way round, [out, in]. It may keep the tensor
-    with `leading` more dimensions of one entry in front.
+    `transpose` the checkpoint keeps a matrix the other way round, [out, in]. It may keep the weight
+    with `leading` more dimensions of one entry in front, or as the rows from `row` on of one that
+    has `of_rows` rows.
     """
 
     name: str
@@ -26,12 +27,23 @@ class Source:
     column: int = 0
     transpose: bool = False
     leading: int = 0
+    row: int = 0
+    of_rows: int | None = None
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """The shape that the checkpoint must have it in."""
+        """The shape that the checkpoint must have the weight in, whole."""
         shape = self.shape[::-1] if self.transpose else self.shape
+        if self.of_rows is not None:
+            shape = (self.of_rows, *shape[1:])
         return (1,) * self.leading + shape
+
+    def part(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Where `index` of what is taken lies in the checkpoint's weight."""
+        index = index[::-1] if self.transpose else index
+        if self.of_rows is not None:
+            index = (slice(index[0].start + self.row, index[0].stop + self.row), *index[1:])
+        return (slice(0, 1),) * self.leading + index
 
 
 def parameter_sources(
@@ -63,7 +75,9 @@ def _layer(
 ) -> Iterator[Source]:
     prefix = f"model.layers.{layer}."
     names = architecture.experts
-    if path[0] != "mlp" or names is None or not config.is_sparse(layer):
+    if path[:2] == ("self_attn", "kv_b_proj"):
+        yield from _expansion(str(path[2]), shape, prefix, at, config)
+    elif path[0] != "mlp" or names is None or not config.is_sparse(layer):
         yield _plain(path, shape, prefix, at)
     elif path[1] == "gate" and path[2] == "correction_bias":
         yield Source(prefix + names.router_bias, shape, at, leading=names.router_bias_rank - 1)
@@ -83,6 +97,21 @@ def _layer(
         for e in range(shape[0]):
             name = prefix + names.down.format(e=e)
             yield Source(name, shape[1:], (*at, e), transpose=True)
+
+
+def _expansion(
+    kind: str, shape: tuple[int, ...], prefix: str, at: tuple[int, ...], config: DecoderConfig
+) -> Iterator[Source]:
+    """The key or the value rows of each head, from a matrix that has both of all heads."""
+    assert config.latent is not None
+    keys, values = config.latent.plain_dim, config.latent.value_dim
+    heads, *part = shape
+    for head in range(heads):
+        row = head * (keys + values) + (0 if kind == "key" else keys)
+        yield Source(
+            f"{prefix}self_attn.kv_b_proj.weight", tuple(part), (*at, head),
+            row=row, of_rows=heads * (keys + values),
+        )  # fmt: skip
 
 
 def _plain(

@@ -25,7 +25,7 @@ from tbo_jax.checkpoint.headers import (
     read_folder,
 )
 
-__all__ = ["CheckpointError", "TensorFolder", "TensorInfo"]
+__all__ = ["CheckpointError", "TensorFolder", "TensorInfo", "assign"]
 
 _FLOATS = frozenset(dtype for code, dtype in DTYPES.items() if "F" in code)
 _CHUNK = 8 << 20  # bytes of one temporary buffer: large enough for the disk, small for the cache
@@ -62,6 +62,9 @@ class TensorFolder:
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, sorted."""
         return tuple(self._infos)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._infos
 
     def info(self, name: str) -> TensorInfo:
         """Dtype, shape and place of a tensor; CheckpointError when there is none of that name."""
@@ -134,7 +137,7 @@ class TensorFolder:
                     scratch = np.empty(size, np.uint8)
                 read_exactly(stream, offset, scratch[:size])
                 source = scratch[:size].view(info.dtype).reshape(block.shape)[block.keep]
-                _assign(part, source, tiled=transpose)
+                assign(part, source, tiled=transpose)
 
 
 class _Block(NamedTuple):
@@ -171,7 +174,7 @@ def _plan(
         yield _Block(offset + first * row, (rows, *shape[1:]), keep, target)
 
 
-def _assign(part: NDArray[Any], source: NDArray[Any], *, tiled: bool) -> None:
+def assign(part: NDArray[Any], source: NDArray[Any], *, tiled: bool) -> None:
     """``part[...] = source`` with conversion; `tiled` when the two run through memory crosswise."""
     if not tiled or part.ndim != 2:
         part[...] = source

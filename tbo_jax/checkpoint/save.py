@@ -34,8 +34,10 @@ def save_model(model: CausalLM, config: Mapping[str, Any], folder: Path, dtype: 
         for source in parameter_sources(path, value.shape, parsed, architecture):
             part = value[source.at]
             part = part[..., source.column : source.column + source.shape[-1]]
-            part = (part.T if source.transpose else part).reshape(source.tensor_shape)
-            tensors[source.name] = np.ascontiguousarray(part).astype(dtype)
+            whole = source.part(tuple(slice(0, n) for n in source.shape))
+            if source.name not in tensors:
+                tensors[source.name] = np.empty(source.tensor_shape, dtype)
+            tensors[source.name][whole] = part.T if source.transpose else part
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     text = json.dumps({**config, "torch_dtype": np.dtype(dtype).name}, indent=2)

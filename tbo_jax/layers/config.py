@@ -13,8 +13,24 @@ from tbo_jax.moe.routing import Routing, Score
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Sizes of multi-head latent attention, in elements; see `LatentAttention`."""
+
+    query_rank: int | None  # of the compressed queries; None: they are not compressed
+    rank: int  # of the latent, from which all heads' keys and values come
+    plain_dim: int  # of a head's query and key, without position
+    rotary_dim: int  # of a head's query with rotary position, and of the key that all heads share
+    value_dim: int  # of a head's value
+    scale: float  # of the scores
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and options of a decoder. Sizes are in elements; `dtype` is of weights and compute."""
+    """Shape and options of a decoder. Sizes are in elements; `dtype` is of weights and compute.
+
+    With latent attention `num_kv_heads` and `head_dim` are those of the cache and of what attends
+    to it: one head, of the latent and the shared rotary key.
+    """
 
     model_type: str
     vocab_size: int
@@ -32,6 +48,7 @@ class DecoderConfig:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     query_key_norm: bool = False
+    latent: LatentConfig | None = None
     sliding_window: int | None = None
     num_experts: int = 0  # 0: no layer has experts
     num_experts_per_token: int = 0
@@ -51,6 +68,17 @@ class DecoderConfig:
     image_token_id: int | None = None  # tokens whose embeddings are given (`inputs_embeds`)
     initializer_range: float = 0.02
     dtype: Any = jnp.float32
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value in the cache."""
+        return self.head_dim if self.latent is None else self.latent.rank
+
+    @property
+    def cached_elements(self) -> int:
+        """What the cache of one layer holds of a token."""
+        values = self.value_dim if self.latent is None else 0  # a part of the keys
+        return self.num_kv_heads * (self.head_dim + values)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether layer `layer` has experts."""

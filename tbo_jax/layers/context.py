@@ -24,7 +24,10 @@ class Attention(Protocol):
     def __call__(
         self, queries, keys, values, cache, *, scale: float, sliding_window: int | None
     ) -> tuple[jax.Array, Any]:
-        """[T, N, H], [T, G, H], [T, G, H], cache -> [T, N, H], cache."""
+        """[T, N, H], [T, G, H], [T, G, V], cache -> [T, N, V], cache.
+
+        Values are as large as keys, V = H, or the first V elements of the keys (latent attention).
+        """
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class PagedAttention:
 
     def __call__(self, queries, keys, values, cache, *, scale, sliding_window):
         cache = write_pages(cache, keys, values, self.batch)
+        latent = {"value_dim": values.shape[-1]} if cache.layout == "latent" else {}
         out = self.kernel(
             queries,
             cache,
@@ -46,6 +50,7 @@ class PagedAttention:
             query_block=self.query_block,
             scale=scale,
             sliding_window=sliding_window,
+            **latent,
         )
         return out, cache
 

@@ -11,6 +11,7 @@ from flax import nnx
 from tbo_jax.layers.attention import SelfAttention
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.context import LayerContext
+from tbo_jax.layers.latent_attention import LatentAttention
 from tbo_jax.layers.linear import Linear, project, rms_norm
 from tbo_jax.layers.mlp import GatedMlp, SparseMoe
 from tbo_jax.stages import StackedLayers, Stage
@@ -46,12 +47,19 @@ def on_one_device(context: LayerContext) -> bool:
     return context.tensor.size == 1
 
 
+def make_attention(config: DecoderConfig, rngs: nnx.Rngs) -> SelfAttention | LatentAttention:
+    """The attention that the configuration asks for."""
+    if config.latent is None:
+        return SelfAttention(config, rngs=rngs)
+    return LatentAttention(config, config.latent, rngs=rngs)
+
+
 class DenseLayer(nnx.Module):
     """Attention and gated feed-forward: (attend | reduce), (feed | reduce)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.input_layernorm = rms_norm(config.hidden_size, config, rngs)
-        self.self_attn = SelfAttention(config, rngs=rngs)
+        self.self_attn = make_attention(config, rngs)
         self.post_attention_layernorm = rms_norm(config.hidden_size, config, rngs)
         self.mlp = GatedMlp(config, config.intermediate_size, shared=True, rngs=rngs)
 
@@ -84,7 +92,7 @@ class SparseLayer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.input_layernorm = rms_norm(config.hidden_size, config, rngs)
-        self.self_attn = SelfAttention(config, rngs=rngs)
+        self.self_attn = make_attention(config, rngs)
         self.post_attention_layernorm = rms_norm(config.hidden_size, config, rngs)
         self.mlp = SparseMoe(config, rngs=rngs)
 

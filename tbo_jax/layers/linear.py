@@ -79,11 +79,13 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
 
-def rms_norm(features: int, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """Root-mean-square norm (Zhang and Sennrich 2019) with the model's epsilon."""
+def rms_norm(
+    features: int, config: DecoderConfig, rngs: nnx.Rngs, epsilon: float | None = None
+) -> nnx.RMSNorm:
+    """Root-mean-square norm (Zhang and Sennrich 2019), by default with the model's epsilon."""
     return nnx.RMSNorm(
         features,
-        epsilon=config.rms_norm_eps,
+        epsilon=config.rms_norm_eps if epsilon is None else epsilon,
         dtype=config.dtype,
         param_dtype=config.dtype,
         rngs=rngs,

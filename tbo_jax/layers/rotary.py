@@ -166,16 +166,31 @@ def _yarn(
     ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
     mixed = ramp * frequency / factor + (1 - ramp) * frequency
 
-    def magnitude(scale: float, weight: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
-
     attention = options.get("attention_factor")
     mscale, mscale_all = options.get("mscale"), options.get("mscale_all_dim")
     if attention is None and mscale and mscale_all:
-        attention = magnitude(factor, mscale) / magnitude(factor, mscale_all)
+        attention = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
     elif attention is None:
-        attention = magnitude(factor)
+        attention = _magnitude(factor)
     return mixed.astype(np.float32), float(attention)
+
+
+def _magnitude(scale: float, weight: float = 1.0) -> float:
+    """YaRN's growth of attention with the stretch of the context, times `weight`."""
+    return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+
+def score_factor(config: RotaryConfig) -> float:
+    """What DeepSeek multiplies the scores of attention by for YaRN's `mscale_all_dim`.
+
+    It is the square of the magnitude that `rotary_frequencies` divides cosine and sine by, so that
+    the elements without rotary position are scaled like the others (DeepSeek-V2's code).
+    """
+    options = dict(config.options)
+    weight = options.get("mscale_all_dim")
+    if config.kind == "default" or not weight:
+        return 1.0
+    return _magnitude(float(options["factor"]), weight) ** 2
 
 
 def rotary_table(config: RotaryConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

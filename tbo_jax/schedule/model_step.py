@@ -191,6 +191,8 @@ def attention_work(config: DecoderConfig, tokens: int, shape: StepShape) -> dict
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        value_dim=config.value_dim,
+        cached=config.cached_elements,
         width=jnp.dtype(config.dtype).itemsize,
     )
     work = gpu_paged.expected_work(**attention) | tpu_paged.expected_work(**attention)

@@ -37,6 +37,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 DATA = Path(__file__).parent / "data"
 VOCAB = 160
@@ -122,6 +123,16 @@ ERNIE4_5_MOE = COMMON | dict(
     moe_use_aux_free=True, num_nextn_predict_layers=1, output_router_logits=False,
     router_aux_loss_coef=0.001,
 )  # fmt: skip
+# Two layers with experts behind a dense one. A head's query and key have 16 + 8 elements, its value
+# 12, the cache a row of 32 + 8.
+DEEPSEEK_V3 = COMMON | dict(
+    model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], hidden_size=48,
+    num_key_value_heads=4, intermediate_size=64, num_hidden_layers=3, attention_bias=True,
+    q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+    n_routed_experts=12, num_experts_per_tok=3, moe_intermediate_size=16, n_shared_experts=2,
+    first_k_dense_replace=1, n_group=4, topk_group=2, norm_topk_prob=True,
+    routed_scaling_factor=2.5, num_nextn_predict_layers=1,
+)  # fmt: skip
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
@@ -132,6 +143,7 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
 YARN_FULL = YARN | dict(
     beta_fast=8.0, beta_slow=0.5, mscale=1.0, mscale_all_dim=0.5, truncate=False
 )
+YARN_DEEPSEEK = YARN | dict(mscale=1.0, mscale_all_dim=0.7)
 
 
 def tied_llama(**options: Any) -> dict[str, Any]:
@@ -151,6 +163,7 @@ class Case:
     # published checkpoints; 5 = rope_parameters, dtype, num_local_experts, as transformers 5 saves.
     style: int = 4
     image_grids: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # of each sequence with images
+    block: tuple[int, int] | None = None  # projections in float8 with a factor for each such block
 
 
 NO_SCALING = dict(rope_scaling=None)
@@ -178,6 +191,11 @@ CASES = {
     ),
     "ernie4_5": Case(ERNIE4_5, style=5, spread=0.25),
     "ernie4_5_moe": Case(ERNIE4_5_MOE, dict(rope_theta=10000.0), spread=0.25),
+    "deepseek_v3": Case(DEEPSEEK_V3 | dict(rope_scaling=YARN_DEEPSEEK), dict(rope_scaling=YARN)),
+    "deepseek_v3_fp8": Case(
+        DEEPSEEK_V3 | dict(q_lora_rank=None, attention_bias=False, n_group=1, topk_group=1),
+        dict(rope_interleave=False), dtype=torch.float32, block=(20, 12),
+    ),
 }
 
 
@@ -215,7 +233,53 @@ def randomize(model: Any, generator: torch.Generator, case: Case) -> None:
             value = 0.3 * noise
         else:
             value = case.spread * noise
+        if case.block and "_proj" in name:
+            value = round_to_blocks(name, value, case.block)
         weight.copy_(value.to(case.dtype))
+
+
+def block_factors(rows: int, columns: int, block: tuple[int, int]) -> torch.Tensor:
+    """A factor for each block of a matrix, from its place alone: what is rounded stays so."""
+    i = torch.arange(-(-rows // block[0]))[:, None]
+    j = torch.arange(-(-columns // block[1]))
+    return (0.0015 + 0.0001 * ((3 * i + 5 * j) % 7)).to(torch.float32)
+
+
+def to_blocks(
+    matrix: torch.Tensor, block: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Matrices [..., out, in] in float8, the factors of their blocks, and what the two stand for."""
+    rows, columns = matrix.shape[-2:]
+    factors = block_factors(rows, columns, block)
+    spread = factors.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)
+    spread = spread[:, :columns]
+    small = (matrix / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return small, factors, small.float() * spread
+
+
+def round_to_blocks(name: str, weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """What float8 keeps of a weight of the model, whose experts are fused."""
+    if name.endswith("gate_up_proj"):  # two matrices in the checkpoint
+        weight = weight.unflatten(1, (2, -1))
+        return to_blocks(weight, block)[2].flatten(1, 2)
+    return to_blocks(weight, block)[2]
+
+
+def quantize(folder: Path, block: tuple[int, int]) -> None:
+    """Write the projections of a checkpoint in float8, without loss, as DeepSeek-V3 has them."""
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith("_proj.weight")
+                     or name.endswith("_with_mqa.weight")]:  # fmt: skip
+            small, factors, value = to_blocks(tensors[name], block)
+            assert torch.equal(value, tensors[name]), name
+            tensors |= {name: small, name + "_scale_inv": factors}
+        save_file(tensors, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = dict(
+        quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=list(block)
+    )
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def correction_biases(model: Any) -> list[tuple[str, torch.Tensor]]:
@@ -426,6 +490,8 @@ def main(names: list[str]) -> None:
         save(case, model, folder)
         np.savez_compressed(folder / "golden.npz", **arrays)
         effect = check(case, model, arrays, folder)
+        if case.block:
+            quantize(folder, case.block)
         size = sum(f.stat().st_size for f in folder.iterdir()) / 1000
         print(f"{name:20} {size:6.1f} kB  seed {seed:3}  {effect}")
 

@@ -1,0 +1,152 @@
+"""How the tensors of a checkpoint hold its weights: as they are, or quantised.
+
+A format answers two questions about a weight of the model: which tensors hold it, and what its
+values are. Everything else that is known of a checkpoint (names, layers, experts, shards) is in
+`names` and `load`, which ask in terms of whole weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder, assign
+
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+SCALE = "_scale_inv"  # behind the name of a weight: by what it is multiplied, despite the name
+
+
+class WeightFormat(Protocol):
+    """How a checkpoint holds its weights."""
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """The tensors that hold weight `name` of shape `shape`, with the shapes they must have.
+
+        Raises:
+            CheckpointError: tensors that contradict one another.
+        """
+
+    def read_into(
+        self,
+        name: str,
+        out: NDArray[Any],
+        index: tuple[slice, ...] | None = None,
+        *,
+        transpose: bool = False,
+    ) -> None:
+        """Read weight `name`, or a part of it, into `out`; see `TensorFolder.read_into`."""
+
+
+@dataclass(frozen=True)
+class PlainWeights:
+    """A tensor for each weight."""
+
+    tensors: TensorFolder
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        return {name: shape}
+
+    def read_into(
+        self,
+        name: str,
+        out: NDArray[Any],
+        index: tuple[slice, ...] | None = None,
+        *,
+        transpose: bool = False,
+    ) -> None:
+        self.tensors.read_into(name, out, index, transpose=transpose)
+
+
+@dataclass(frozen=True)
+class BlockScaledWeights(PlainWeights):
+    """Matrices in float8_e4m3fn with a factor for each block (DeepSeek-V3, 2024, section 3.3).
+
+    The factors of a matrix [out, in] are a second tensor [ceil(out / height), ceil(in / width)].
+    A weight is the float32 product of the two, rounded once to the dtype that is asked for. Weights
+    without factors are plain.
+    """
+
+    block: tuple[int, int]  # height, width
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        scaled = name + SCALE in self.tensors
+        dtype = self.tensors.info(name).dtype if name in self.tensors else None
+        if scaled and dtype is not None and (dtype != FLOAT8 or len(shape) != 2):
+            raise CheckpointError(
+                f"{self.tensors.folder}: {name}{SCALE} is there, but {name} is {dtype} with "
+                f"{len(shape)} dimensions, expected a matrix of {FLOAT8}"
+            )
+        if not scaled and dtype is not None and dtype.itemsize == 1:
+            raise CheckpointError(f"{self.tensors.folder}: {name} is {dtype} without {name}{SCALE}")
+        if not scaled:
+            return {name: shape}
+        blocks = tuple(-(-n // size) for n, size in zip(shape, self.block, strict=True))
+        return {name: shape, name + SCALE: blocks}
+
+    def read_into(
+        self,
+        name: str,
+        out: NDArray[Any],
+        index: tuple[slice, ...] | None = None,
+        *,
+        transpose: bool = False,
+    ) -> None:
+        if name + SCALE not in self.tensors:
+            super().read_into(name, out, index, transpose=transpose)
+            return
+        whole = tuple(slice(0, n) for n in self.tensors.info(name).shape)
+        rows, columns = (
+            range(*part.indices(n.stop)) for part, n in zip(index or whole, whole, strict=True)
+        )
+        if not rows or not columns:
+            return
+        height, width = self.block
+        first = rows.start // height, columns.start // width
+        factors = self.tensors.read(
+            name + SCALE,
+            (slice(first[0], -(-rows.stop // height)), slice(first[1], -(-columns.stop // width))),
+        ).astype(np.float32)
+        skipped = columns.start - first[1] * width
+        target = out.T if transpose else out
+        for number, of_blocks in enumerate(factors, first[0]):
+            start = max(number * height, rows.start)
+            stop = min((number + 1) * height, rows.stop)
+            part = self.tensors.read(name, (slice(start, stop), slice(columns.start, columns.stop)))
+            factor = np.repeat(of_blocks, width)[skipped : skipped + len(columns)]
+            values = part.astype(np.float32) * factor
+            assign(target[start - rows.start : stop - rows.start], values, tiled=transpose)
+
+
+def find_format(tensors: TensorFolder, quantization: object) -> WeightFormat:
+    """The format that `quantization_config` of a config.json tells of; None: plain.
+
+    Raises:
+        CheckpointError: a method, or an option of it, that is not supported.
+    """
+    if quantization is None:
+        return PlainWeights(tensors)
+    where = f"{tensors.folder}: quantization_config"
+    if not isinstance(quantization, Mapping):
+        raise CheckpointError(f"{where} must be an object, got {quantization!r}")
+
+    def expect(key: str, *accepted: Any) -> None:
+        value = quantization.get(key)
+        if value not in accepted:
+            allowed = ", ".join(repr(a) for a in accepted if a is not None)
+            raise CheckpointError(f"{where}: {key}={value!r} is not supported, expected {allowed}")
+
+    expect("quant_method", "fp8")
+    expect("fmt", "e4m3", None)
+    expect("activation_scheme", "dynamic", None)  # another adds tensors for the activations
+    block = quantization.get("weight_block_size")
+    sizes = block if isinstance(block, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise CheckpointError(
+            f"{where}: weight_block_size={block!r} is not supported, expected two sizes, [128, 128]"
+        )
+    return BlockScaledWeights(tensors, (sizes[0], sizes[1]))
