@@ -39,7 +39,7 @@ def read_shape(name: str, num_layers: int | None = None) -> DecoderConfig:
 
     Args:
         name: a config.json, a folder that holds one, or one of `list_presets()`.
-        num_layers: take only so many layers.
+        num_layers: take only so many layers, the last ones: the first may be of another kind.
 
     Raises:
         ValueError: there is none of that name, it is not understood, or it has fewer layers.
@@ -66,9 +66,16 @@ def read_shape(name: str, num_layers: int | None = None) -> DecoderConfig:
     if num_layers is not None:
         if not isinstance(layers, int) or not 1 <= num_layers <= layers:
             raise ValueError(f"layers must be 1 to {layers} for {name}, got {num_layers}")
-        values["num_hidden_layers"] = num_layers
     architecture = find_architecture(values.get("model_type"))
-    return architecture.parse_config(HfConfig(values, name), jnp.bfloat16)
+    config = architecture.parse_config(HfConfig(values, name), jnp.bfloat16)
+    return config if num_layers is None else last_layers(config, num_layers)
+
+
+def last_layers(config: DecoderConfig, count: int) -> DecoderConfig:
+    """The model with nothing but its last `count` layers."""
+    first = config.num_layers - count
+    dense = frozenset(layer - first for layer in config.dense_layers if layer >= first)
+    return dataclasses.replace(config, num_layers=count, dense_layers=dense)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from tbo_jax.attention.cache import LayerCache
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static shape of a batch and its cache."""
+    """Static shape of a batch and its cache; with `value_dim` its pages are latent ones."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -24,6 +24,7 @@ class Shape:
     pages_per_row: int = 20
     tokens: int = 24
     rows: int = 4
+    value_dim: int | None = None
 
     @property
     def pages(self) -> int:
@@ -93,13 +94,18 @@ def case_of(
         return np.full(axes, np.nan, shape.dtype)
 
     queries = nan(shape.tokens, shape.heads, shape.head_dim)
-    keys, values = (nan(shape.tokens, shape.kv_heads, shape.head_dim) for _ in range(2))
+    keys = nan(shape.tokens, shape.kv_heads, shape.head_dim)
+    values = nan(shape.tokens, shape.kv_heads, shape.value_dim or shape.head_dim)
     queries[:count] = rng.normal(size=queries[:count].shape)
     stored = [nan(2 * shape.pages, size, shape.kv_heads, shape.head_dim) for _ in range(2)]
     rows, slots, start = [], [], 0
     for length, context, pages in zip(lengths, contexts, owned, strict=True):
         whole = rng.normal(size=(2, context + length, *keys.shape[1:])).astype(shape.dtype)
-        keys[start : start + length], values[start : start + length] = whole[:, context:]
+        all_keys, all_values = whole
+        if shape.value_dim is not None:
+            all_values = all_keys[..., : shape.value_dim]
+        keys[start : start + length] = all_keys[context:]
+        values[start : start + length] = all_values[context:]
         places = [
             (layer * shape.pages + pages[position // size], position % size)
             for position in range(context + length)
@@ -107,14 +113,18 @@ def case_of(
         for position, (page, slot) in enumerate(places[:context]):
             stored[0][page, slot], stored[1][page, slot] = whole[:, position]
         slots += places[context:]
-        rows.append((context, length, *whole))
+        rows.append((context, length, all_keys, all_values))
         start += length
-    cache = separate_pages(*stored, layer * shape.pages)
+    if shape.value_dim is None:
+        cache = separate_pages(*stored, layer * shape.pages)
+    else:
+        latent = stored[0].reshape(2 * shape.pages, size, shape.head_dim)
+        cache = LayerCache((latent,), np.int32(layer * shape.pages))
     return Case(shape, batch, cache, queries, keys, values, rows, slots)
 
 
 def reference(case: Case, window: int | None = None, soft_cap: float | None = None) -> np.ndarray:
-    """[live tokens, N, H] float32: every query against all keys of its sequence at once."""
+    """[live tokens, N, V] float32: every query against all keys of its sequence at once."""
     shape = case.shape
     outs, start = [], 0
     for context, length, keys, values in case.rows:
@@ -131,7 +141,8 @@ def reference(case: Case, window: int | None = None, soft_cap: float | None = No
                 weights = np.exp(scores - scores.max())
                 outs.append(weights / weights.sum() @ values[seen, group].astype(np.float32))
         start += length
-    return np.reshape(outs, (-1, shape.heads, shape.head_dim)).astype(np.float32)
+    width = shape.value_dim or shape.head_dim
+    return np.reshape(outs, (-1, shape.heads, width)).astype(np.float32)
 
 
 @st.composite

@@ -52,6 +52,7 @@ def compiled(shape: Shape, options: Options) -> Any:
             scale=shape.scale,
             sliding_window=options.window,
             soft_cap=options.soft_cap,
+            value_dim=shape.value_dim,
             interpret=True,
         )
 
@@ -85,6 +86,12 @@ SHAPES = {
     "group 4": Shape(8, 2, 128, page_size=4, pages_per_row=40, **SMALL),
     "bfloat16": Shape(8, 2, 128, jnp.bfloat16, page_size=16, pages_per_row=10, **SMALL),
     "bfloat16, 256": Shape(8, 1, 256, jnp.bfloat16, page_size=64, pages_per_row=3, **SMALL),
+    # 70 heads are two programs of 35, 129 are three of 43.
+    "group 70": Shape(140, 2, 16, page_size=16, pages_per_row=10, **SMALL),
+    "latent": Shape(4, 1, 56, page_size=16, pages_per_row=10, value_dim=40, **SMALL),
+    "latent, group 129": Shape(
+        129, 1, 80, jnp.bfloat16, page_size=64, pages_per_row=3, value_dim=64, **SMALL
+    ),
 }
 OPTIONS = {
     "blocks of queries": Options(query_block=8),
@@ -102,6 +109,9 @@ PAIRS = [
     ("group 4", "window"),
     ("bfloat16", "soft cap"),
     ("bfloat16, 256", "split"),
+    ("group 70", "window"),
+    ("latent", "split blocks"),
+    ("latent, group 129", "split"),
 ]
 
 
@@ -139,19 +149,23 @@ def test_few_rows_with_long_contexts_are_split(programs: int, context: int, spli
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "group", "reason"),
+    ("head_dim", "value_dim", "reason"),
     [
-        (64, 1, None),
-        (96, 5, None),
-        (256, 64, None),
-        (8, 1, "head size 8 is no multiple of 8 from 16 to 256"),
-        (100, 1, "head size 100 is no multiple"),
-        (512, 1, "head size 512 is no multiple"),
-        (128, 65, "65 query heads share a key/value head, expected at most 64"),
+        (64, None, None),
+        (256, None, None),
+        (8, None, "head size 8 is no multiple of 8 from 16 to 256"),
+        (100, None, "head size 100 is no multiple"),
+        (512, None, "head size 512 is no multiple"),
+        (576, 512, None),
+        (320, 256, None),
+        (576, 528, "latent keys of 528 + 48 elements are not"),
+        (640, 576, "latent keys of 576 + 64 elements are not a multiple of 8 of 16 to 512 + 16 to"),
+        (576, 384, "latent keys of 384 + 192 elements are not"),
+        (68, 48, "latent keys of 48 + 20 elements are not"),
     ],
 )
-def test_unsupported(head_dim: int, group: int, reason: str | None) -> None:
-    found = gpu_paged.unsupported(head_dim, group)
+def test_unsupported(head_dim: int, value_dim: int | None, reason: str | None) -> None:
+    found = gpu_paged.unsupported(head_dim, value_dim)
     assert found is None if reason is None else reason in str(found)
 
 
@@ -174,6 +188,13 @@ def test_lowers_for_a_gpu(head_dim: int, group: int, dtype: Any) -> None:
         lower_for_gpu(*abstract_call(shape, query_block))
 
 
+@pytest.mark.parametrize(("heads", "dtype"), [(128, jnp.bfloat16), (64, jnp.float32)])
+def test_latent_attention_lowers_for_a_gpu(heads: int, dtype: Any) -> None:
+    """The sizes of DeepSeek-V3 and Kimi-K2."""
+    shape = Shape(heads, 1, 576, dtype, pages_per_row=4, value_dim=512, **SMALL)
+    lower_for_gpu(*abstract_call(shape, gpu_paged.query_block(heads)))
+
+
 def abstract_call(shape: Shape, query_block: int, pages: int | None = None) -> tuple[Any, Any]:
     """A call of the kernel, with shapes for arguments."""
     one = jax.ShapeDtypeStruct(
@@ -186,14 +207,15 @@ def abstract_call(shape: Shape, query_block: int, pages: int | None = None) -> t
     )  # fmt: skip
     arguments = (
         jax.ShapeDtypeStruct((shape.tokens, shape.heads, shape.head_dim), shape.dtype),
-        LayerCache((one, one), np.int32(0)),
+        LayerCache((one,) if shape.value_dim else (one, one), np.int32(0)),
         batch,
         AttentionWork.zeros(1, shape.tokens),
     )
 
     def call(queries, cache, batch, work):
         return gpu_paged.paged_attention(
-            queries, cache, batch, work, query_block=query_block, scale=shape.scale
-        )
+            queries, cache, batch, work,
+            query_block=query_block, scale=shape.scale, value_dim=shape.value_dim,
+        )  # fmt: skip
 
     return call, arguments

@@ -22,18 +22,23 @@ from tests.attention.ragged import Case, Shape, case_of, mixes, reference
 
 # Rows of up to 320 keys, three blocks of them: 20 pages are no whole number of blocks of 8.
 SHAPE = Shape()
-TOKENS, SCALE = SHAPE.tokens, SHAPE.scale
+TOKENS = SHAPE.tokens
 
 
-def attend(batch, cache, queries, keys, values, *, query_block, window):
+# The values are the first 8 of a key's 12 elements.
+LATENT = Shape(kv_heads=1, head_dim=12, value_dim=8)
+
+
+def attend(batch, cache, queries, keys, values, *, query_block, window, shape=SHAPE):
     """One layer's write and read, as the context of the models does it."""
     # The work arrays are longer than needed and hold what an earlier step left there.
     old = AttentionWork(*(jnp.full(TOKENS + 3, 4321, jnp.int32) for _ in range(5)))
     cache = write_pages(cache, keys, values, batch)
     work = plan_attention(batch, query_block, old)
     out = paged_attention(
-        queries, cache, batch, work, query_block=query_block, scale=SCALE, sliding_window=window
-    )
+        queries, cache, batch, work, query_block=query_block, scale=shape.scale,
+        sliding_window=window, value_dim=shape.value_dim,
+    )  # fmt: skip
     return out, cache
 
 
@@ -54,13 +59,13 @@ in_parts = jax.jit(partial(attend_in_parts, query_block=16, count=2))
 
 
 @cache
-def compiled(query_block: int, window: int | None) -> Any:
-    return jax.jit(partial(attend, query_block=query_block, window=window))
+def compiled(query_block: int, window: int | None, shape: Shape = SHAPE) -> Any:
+    return jax.jit(partial(attend, query_block=query_block, window=window, shape=shape))
 
 
 def check_cache(case: Case, cache: LayerCache) -> None:
     """The new keys and values stand in their slots, and not one bit changed anywhere else."""
-    new_of_each = case.keys, case.values
+    new_of_each = (case.keys, case.values)[: len(case.cache.pages)]
     for before, after, new in zip(case.cache.pages, cache.pages, new_of_each, strict=True):
         expected = np.array(before)
         for token, (page, slot) in enumerate(case.slots):
@@ -90,6 +95,19 @@ def test_ragged_batches_equal_the_full_softmax(
     run = compiled(query_block, window)
     out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
     check(case, out, cache, window, atol=2e-6)
+
+
+@pytest.mark.parametrize("query_block", [1, 16])
+@settings(max_examples=8, deadline=None)
+@given(mix=mixes(LATENT), seed=st.integers(0, 99), layer=st.sampled_from([0, 1]))
+@example(mix=([1, 17, 1, 5], [64, 120, 0, 0]), seed=2, layer=1)
+def test_latent_pages_hold_values_in_their_keys(
+    mix: tuple[list[int], list[int]], seed: int, layer: int, query_block: int
+) -> None:
+    case = case_of(LATENT, *mix, seed, layer)
+    run = compiled(query_block, None, LATENT)
+    out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
+    check(case, out, cache, None, atol=2e-6)
 
 
 @settings(max_examples=15, deadline=None)
@@ -146,12 +164,12 @@ def test_work_items_cover_every_token_once(query_block: int) -> None:
     assert covered == [(*place, token) for token, place in enumerate(places)]
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_dense_attention_equals_paged_prefill(window: int | None) -> None:
+@pytest.mark.parametrize(("shape", "window"), [(SHAPE, None), (SHAPE, 3), (LATENT, None)])
+def test_dense_attention_equals_paged_prefill(shape: Shape, window: int | None) -> None:
     length = TOKENS // 3
-    case = case_of(SHAPE, [length] * 3, [0] * 3, 7)
+    case = case_of(shape, [length] * 3, [0] * 3, 7)
     found = dense_causal_attention(
         *map(jnp.asarray, (case.queries, case.keys, case.values)),
-        length=length, scale=SCALE, sliding_window=window,
+        length=length, scale=shape.scale, sliding_window=window,
     )  # fmt: skip
     np.testing.assert_allclose(found, reference(case, window), atol=2e-6, rtol=0)
