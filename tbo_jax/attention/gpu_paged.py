@@ -28,6 +28,7 @@ LATENT_KEY_BYTES = 2**15  # the same where keys are values too
 QUERY_ROWS = 64  # queries x heads of a program that prefills
 SMALLEST_ROWS = 16  # tensor cores take 16 rows at least
 PROGRAMS = 512  # that a step should have: about four for each of an H100's multiprocessors
+LATENT_PROGRAMS = 256  # the same of latent attention, one of which fills a multiprocessor
 LEAST_KEYS = 512  # of a part, when a context is split
 NAME = "tbo_paged_attention"
 
@@ -94,7 +95,7 @@ def paged_attention(
     items = num_work_items(batch, query_block)
     programs = items * kv_heads * parts
     context = batch.page_table.shape[1] * page_size
-    splits = num_splits(programs, context)
+    splits = num_splits(programs, context, LATENT_PROGRAMS if latent else PROGRAMS)
     rows = max(SMALLEST_ROWS, _power_of_two(share * query_block))
     features = _power_of_two(value_dim)
     most = (LATENT_KEY_BYTES if latent else KEY_BYTES) // cache.pages[0].dtype.itemsize
@@ -142,9 +143,9 @@ def paged_attention(
     return jnp.where(live, joined, jnp.zeros_like(joined))
 
 
-def num_splits(programs: int, context: int) -> int:
-    """Into how many parts a context is split, so that a step has `PROGRAMS` programs."""
-    return max(1, min(PROGRAMS // programs, context // LEAST_KEYS))
+def num_splits(programs: int, context: int, wanted: int) -> int:
+    """Into how many parts a context is split, so that a step has the `wanted` programs."""
+    return max(1, min(wanted // programs, context // LEAST_KEYS))
 
 
 def _join(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:

@@ -58,7 +58,8 @@ def compiled(shape: Shape, options: Options) -> Any:
 
     case = case_of(shape, [], [], 0)
     least = shape.longest // options.splits
-    with mock.patch.multiple(gpu_paged, PROGRAMS=10**6, LEAST_KEYS=least):
+    many = dict(PROGRAMS=10**6, LATENT_PROGRAMS=10**6)
+    with mock.patch.multiple(gpu_paged, **many, LEAST_KEYS=least):
         return (
             jax.jit(attend)
             .lower(case.batch, case.cache, case.queries, case.keys, case.values)
@@ -145,7 +146,7 @@ def test_large_scores_do_not_overflow() -> None:
     [(1, 100, 1), (1, 4096, 8), (128, 4096, 4), (512, 4096, 1), (2000, 4096, 1), (4, 131072, 128)],
 )
 def test_few_rows_with_long_contexts_are_split(programs: int, context: int, splits: int) -> None:
-    assert gpu_paged.num_splits(programs, context) == splits
+    assert gpu_paged.num_splits(programs, context, gpu_paged.PROGRAMS) == splits
 
 
 @pytest.mark.parametrize(
