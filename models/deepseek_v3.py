@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, and Kimi-K2, which differs in its sizes: latent attention, sigmoid routing."""
+"""DeepSeek-V3 and R1, and Kimi-K2 of other sizes: latent attention, sigmoid routing."""
 
 from __future__ import annotations
 

@@ -28,6 +28,8 @@ from tbo_jax.moe import experts, gpu_experts, tpu_experts
 logger = logging.getLogger(__name__)
 
 OLDEST_GPU = 8.0  # compute capability: bfloat16 tensor cores
+# A program of latent attention takes 144 KiB of shared memory; these have 99 KiB for one.
+SMALL_GPUS = ("8.6", "8.9", "12.0", "12.1")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Kernels:
 def choose_kernels(device: Any, config: DecoderConfig) -> Kernels:
     """The kernels for a model on devices like `device`, which need not be there."""
     if _is_gpu(device):
-        return _for_gpu(config)
+        return _for_gpu(device, config)
     return _for_tpu(config) if device.platform == "tpu" else _by_xla(config)
 
 
@@ -51,11 +53,15 @@ def _by_xla(config: DecoderConfig) -> Kernels:
     return Kernels(page_layout="separate" if config.latent is None else "latent")
 
 
-def _for_gpu(config: DecoderConfig) -> Kernels:
+def _for_gpu(device: Any, config: DecoderConfig) -> Kernels:
     kernels = _by_xla(config)
     group = config.num_heads // config.num_kv_heads
     value_dim = None if config.latent is None else config.value_dim
-    if _takes("attention", "GPU", gpu_paged.unsupported(config.head_dim, value_dim)):
+    reason = gpu_paged.unsupported(config.head_dim, value_dim)
+    capability = getattr(device, "compute_capability", None)
+    if reason is None and config.latent is not None and capability in SMALL_GPUS:
+        reason = f"compute capability {capability} has too little shared memory for latents"
+    if _takes("attention", "GPU", reason):
         kernels = replace(
             kernels,
             attention=gpu_paged.paged_attention,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -17,9 +18,11 @@ from tbo_jax import (
     run_layers,
     split_batch_decoder_layers,
 )
-from tbo_jax.attention.cache import KeyValueCache, LayerCache
+from tbo_jax.attention.cache import KeyValueCache, LayerCache, page_shapes
 from tbo_jax.attention.work import plan_attention
+from tbo_jax.buffers import kv_bytes_per_page
 from tbo_jax.layers.context import PagedAttention
+from tbo_jax.schedule.model_step import read_shape
 from tbo_jax.sharding import make_mesh
 
 SIZES: dict[str, Any] = {
@@ -47,6 +50,23 @@ def test_interleaved_pages_hold_keys_and_values(stacked: bool, arrays: int, rows
     assert [a.shape for a in jax.tree.leaves(buffers.cache)] == [(rows, 4, 4, 8)] * arrays
     view = buffers.cache.layer(2)
     assert (view.layout, view.page_size, view.num_kv_heads(8)) == ("interleaved", 4, 2)
+
+
+def test_latent_pages_hold_one_array_of_keys() -> None:
+    sizes = SIZES | {"num_kv_heads": 1}
+    buffers = allocate_attention_buffers(**sizes, layout="latent")
+    assert [a.shape for a in jax.tree.leaves(buffers.cache)] == [(5, 4, 8)] * 3
+    view = buffers.cache.layer(2)
+    assert (view.layout, view.page_size, view.num_kv_heads(8)) == ("latent", 4, 1)
+    with pytest.raises(ValueError, match="latent pages hold one key/value head, got 2"):
+        allocate_attention_buffers(**SIZES, layout="latent")
+
+
+def test_a_page_of_the_cache_takes_what_is_allocated_for_it() -> None:
+    for name, layout in {"deepseek-v3": "latent", "qwen3-30b-a3b": "separate"}.items():
+        config = read_shape(name, 2)
+        shapes = page_shapes(layout, 64, config.num_kv_heads, config.head_dim)
+        assert kv_bytes_per_page(config, 64) == 2 * sum(map(math.prod, shapes)) * 2
 
 
 def test_each_device_owns_its_pages() -> None:

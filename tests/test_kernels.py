@@ -141,3 +141,32 @@ def test_on_tpu(
     assert len(caplog.records) == len(reasons)
     for record, reason in zip(caplog.records, reasons):
         assert reason in record.getMessage()
+
+
+LATENT = read_shape("deepseek-v3", 1)
+
+
+@pytest.mark.parametrize(
+    ("on", "sizes", "taken", "reason"),
+    [
+        (device("gpu", compute_capability="9.0"), {}, True, None),
+        (device("cuda"), {}, True, None),
+        (device("gpu", compute_capability="8.9"), {}, False, "8.9 has too little shared memory"),
+        (device("cuda"), dict(head_dim=580), False, "latent keys of 512 + 68 elements are not"),
+        (device("tpu"), {}, False, "TPU is not used: it has none for latent attention"),
+        (device("cpu"), {}, False, None),
+    ],
+    ids=["Hopper", "described", "little memory", "head size", "TPU", "CPU"],
+)
+def test_latent_attention(
+    on: Any, sizes: dict[str, int], taken: bool, reason: str | None, caplog: Any
+) -> None:
+    """Its pages are the same everywhere, whatever reads them."""
+    with caplog.at_level(logging.WARNING, "tbo_jax.kernels"):
+        found = choose_kernels(on, dataclasses.replace(LATENT, **sizes))
+    assert found.page_layout == "latent"
+    assert found.attention is (gpu_paged if taken else paged).paged_attention
+    assert found.prefill_query_block == (1 if taken else paged.QUERY_BLOCK)
+    warned = [r.getMessage() for r in caplog.records]
+    assert len(warned) == (reason is not None)
+    assert reason is None or reason in warned[0]

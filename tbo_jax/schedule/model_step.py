@@ -62,13 +62,13 @@ def read_shape(name: str, num_layers: int | None = None) -> DecoderConfig:
         raise ValueError(f"{name}: this is no JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{name}: expected an object, got {type(values).__name__}")
-    layers = values.get("num_hidden_layers")
-    if num_layers is not None:
-        if not isinstance(layers, int) or not 1 <= num_layers <= layers:
-            raise ValueError(f"layers must be 1 to {layers} for {name}, got {num_layers}")
     architecture = find_architecture(values.get("model_type"))
     config = architecture.parse_config(HfConfig(values, name), jnp.bfloat16)
-    return config if num_layers is None else last_layers(config, num_layers)
+    if num_layers is None:
+        return config
+    if not 1 <= num_layers <= config.num_layers:
+        raise ValueError(f"layers must be 1 to {config.num_layers} for {name}, got {num_layers}")
+    return last_layers(config, num_layers)
 
 
 def last_layers(config: DecoderConfig, count: int) -> DecoderConfig:

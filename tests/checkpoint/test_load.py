@@ -50,7 +50,10 @@ def load(folder: Path, devices: int = 1):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported: expected one of ernie4_5,"),
+        (
+            {"model_type": "mamba"},
+            "model_type 'mamba' is not supported: expected one of deepseek_v3,",
+        ),
         ({"model_type": ...}, "model_type None is not supported"),
         ({"hidden_size": "64"}, "hidden_size must be int, got '64'"),
         ({"hidden_size": ...}, "hidden_size is missing"),
@@ -128,6 +131,16 @@ def add_tensors(folder: Path, *names: str) -> None:
             ["model.mtp_block.0.mlp.up_proj.weight", "model.mtp_linear_proj.0.weight"],
             "model.mtp_surprise.0.weight",
         ),
+        (
+            "deepseek_v3",
+            ["model.layers.3.eh_proj.weight", "model.layers.3.shared_head.head.weight"],
+            "model.layers.4.eh_proj.weight",
+        ),
+        (
+            "deepseek_v3_fp8",
+            ["model.layers.3.eh_proj.weight", "model.layers.3.eh_proj.weight_scale_inv"],
+            "model.layers.4.eh_proj.weight_scale_inv",
+        ),
         ("qwen2_moe", [], "model.layers.2.mlp.up_proj.weight"),
     ],
 )
@@ -136,7 +149,8 @@ def test_only_the_prediction_layers_are_passed_over(tmp_path, case, passed_over,
     add_tensors(folder, *passed_over)
     load(folder)
     add_tensors(folder, refused)
-    with pytest.raises(CheckpointError, match=f"tensor {refused} is not part of a {case}"):
+    model_type = case.removesuffix("_fp8")
+    with pytest.raises(CheckpointError, match=f"tensor {refused} is not part of a {model_type}"):
         load(folder)
 
 
@@ -148,6 +162,7 @@ def test_only_the_prediction_layers_are_passed_over(tmp_path, case, passed_over,
         ("glm4_moe", "model.layers.2.mlp.shared_experts.down_proj.weight", [48, 32]),
         ("qwen2_moe", "model.layers.0.mlp.shared_expert.up_proj.weight", [40, 48]),
         ("qwen2_moe", "model.layers.1.mlp.shared_expert_gate.weight", [1, 48]),
+        ("deepseek_v3", "model.layers.2.self_attn.kv_b_proj.weight", [112, 32]),
     ],
 )
 def test_tensors_beside_the_experts_are_checked(tmp_path, case, name, shape):
@@ -187,7 +202,15 @@ def test_each_device_holds_its_share_of_the_experts(scanned):
 
 @pytest.mark.parametrize(
     "name",
-    ["llama_tied_bf16", "qwen3_moe_mixed", "mixtral", "qwen2_moe", "glm4_moe", "ernie4_5_moe"],
+    [
+        "llama_tied_bf16",
+        "qwen3_moe_mixed",
+        "mixtral",
+        "qwen2_moe",
+        "glm4_moe",
+        "ernie4_5_moe",
+        "deepseek_v3",
+    ],
 )
 def test_saved_model_has_the_same_tensors(tmp_path, name):
     config = json.loads((DATA / name / "config.json").read_text())

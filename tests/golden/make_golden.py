@@ -194,7 +194,9 @@ CASES = {
     "deepseek_v3": Case(DEEPSEEK_V3 | dict(rope_scaling=YARN_DEEPSEEK), dict(rope_scaling=YARN)),
     "deepseek_v3_fp8": Case(
         DEEPSEEK_V3 | dict(q_lora_rank=None, attention_bias=False, n_group=1, topk_group=1),
-        dict(rope_interleave=False), dtype=torch.float32, block=(20, 12),
+        dict(rope_interleave=False),
+        dtype=torch.float32,
+        block=(20, 12),
     ),
 }
 

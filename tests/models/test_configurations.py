@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 
 import jax.numpy as jnp
 import pytest
 from tbo_jax.models import find_architecture
 
 from tbo_jax.layers.config import DecoderConfig, HfConfig
+from tbo_jax.schedule.model_step import read_shape
 from tests.golden_cases import DATA
 
 
@@ -54,6 +56,15 @@ def mrope(**options) -> dict:
             {"rope_scaling": {"mrope_section": [2, 3, 3]}},
             "mrope_section is not supported by this architecture",
         ),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 is not .* expected 4"),
+        ("deepseek_v3", {"kv_lora_rank": ...}, "x: kv_lora_rank is missing"),
+        ("deepseek_v3", {"q_lora_rank": 0}, "x: q_lora_rank must be positive, got 0"),
+        ("deepseek_v3", {"head_dim": 24}, "x: head_dim=24 is not supported, expected 8"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "7 dimensions of a head of 7 would be rotated"),
+        ("deepseek_v3", {"rope_interleave": 1}, "rope_interleave must be true or false, got 1"),
+        ("deepseek_v3", {"rope_scaling": {"type": "dynamic"}}, "RoPE scaling type 'dynamic'"),
+        ("deepseek_v3", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported, expected 1"),
         ("ernie4_5", {"use_bias": "no"}, "use_bias must be true or false, got 'no'"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not supported, expected False"),
         ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "moe_gate_act='sigmoid' is not supported"),
@@ -109,3 +120,46 @@ def test_keys_of_both_generations_of_files_mean_the_same():
 
 def test_theta_of_ernie_where_the_file_has_none():
     assert parse("ernie4_5_moe", rope_theta=...).rotary.theta == 500000.0
+
+
+def test_latent_attention_is_one_head_to_the_cache():
+    config = parse("deepseek_v3")
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 1, 32 + 8)
+    assert (config.value_dim, config.cached_elements) == (32, 40)
+    assert config.rotary.dim == 8 and config.rotary.interleaved
+    assert not parse("deepseek_v3", rope_interleave=False).rotary.interleaved
+    with_values = parse("glm4_moe")
+    assert with_values.cached_elements == 2 * with_values.num_kv_heads * with_values.head_dim
+
+
+@pytest.mark.parametrize(
+    ("scaling", "growth"),
+    [
+        (..., 1.0),
+        ({"type": "yarn", "factor": 40, "mscale": 1.0}, 1.0),
+        ({"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.3688879),
+        ({"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.5}, 1.1844440),
+        ({"type": "yarn", "factor": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+    ],
+)
+def test_scores_of_deepseek_grow_with_the_stretch_of_the_context(scaling, growth):
+    """0.1 ln(40) + 1, which DeepSeek-V2's code squares."""
+    config = parse("deepseek_v3", rope_scaling=scaling)
+    assert config.latent.scale == pytest.approx(24**-0.5 * growth**2)
+
+
+def test_kimi_k2_is_deepseek_v3_with_other_sizes():
+    """The values of its config.json, where they differ from those of DeepSeek-V3."""
+    deepseek = read_shape("deepseek-v3")
+    text = (resources.files("tbo_jax.schedule") / "presets/deepseek-v3.json").read_text("utf-8")
+    kimi = dict(
+        model_type="kimi_k2", num_attention_heads=64, num_key_value_heads=64, n_group=1,
+        topk_group=1, n_routed_experts=384, first_k_dense_replace=1, num_nextn_predict_layers=0,
+        routed_scaling_factor=2.827, vocab_size=163840, rope_theta=50000.0,
+    )  # fmt: skip
+    hf = HfConfig(json.loads(text) | kimi, "x")
+    found = find_architecture("kimi_k2").parse_config(hf, jnp.bfloat16)
+    assert (found.num_heads, found.num_experts) == (64, 384)
+    assert found.dense_layers == {0} and found.num_expert_groups == 1
+    assert (found.latent, found.head_dim) == (deepseek.latent, 576)
+    assert deepseek.dense_layers == {0, 1, 2}

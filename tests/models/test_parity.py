@@ -49,7 +49,14 @@ def test_scan_of_unequal_layers_is_refused():
 
 # In bfloat16 a token may go to another expert than in float32, so few tokens may differ by more.
 @pytest.mark.parametrize(
-    ("name", "share"), [("llama_tied_bf16", 1.0), ("qwen2_moe", 0.9), ("glm4_moe", 0.9)]
+    ("name", "share"),
+    [
+        ("llama_tied_bf16", 1.0),
+        ("qwen2_moe", 0.9),
+        ("glm4_moe", 0.9),
+        ("deepseek_v3", 0.9),
+        pytest.param("deepseek_v3_fp8", 0.9, marks=pytest.mark.slow),
+    ],
 )
 def test_bfloat16_weights_and_cache(name, share):
     mesh = make_mesh(1)

@@ -16,6 +16,7 @@ slow = pytest.mark.slow
         ("qwen3_moe_mixed", 4, 2, 2),  # dense and sparse layers
         ("glm4_moe", 4, 2, 3),  # shared experts; 43 tokens, which 2 devices do not divide
         ("qwen3_moe", 4, 4, 1),  # more devices than key/value heads
+        ("deepseek_v3", 4, 2, 2),  # one key/value head, and factors of each head
         *[
             pytest.param(name, 2, 2, count, marks=slow)
             for name in ("ernie4_5", "llama", "mixtral", "qwen2_moe", "qwen3", "qwen3_moe")

@@ -99,6 +99,19 @@ def test_expectations_are_those_of_an_even_routing() -> None:
     assert work["tbo_experts_gate_up"].flops + work["tbo_experts_down"].flops == products
 
 
+def test_expectations_of_latent_attention() -> None:
+    config = read_shape("deepseek-v3", 1)
+    work = expected_work(config, 32, 256, StepShape("decode", 256, 4096))["tbo_paged_attention"]
+    assert work.bytes == 2 * (256 * 4096 * 576 + 256 * 128 * (576 + 512))
+    assert work.flops == 2 * 256 * 4096 * 128 * (576 + 512)
+
+
+@pytest.mark.parametrize(("layers", "dense"), [(61, {0, 1, 2}), (60, {0, 1}), (2, set())])
+def test_a_shortened_shape_has_the_last_layers(layers: int, dense: set[int]) -> None:
+    config = read_shape("deepseek-v3", layers)
+    assert (config.num_layers, config.dense_layers) == (layers, dense)
+
+
 def test_files(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     reports = [of_fixture("gpu_unrolled")]
