@@ -78,7 +78,7 @@ def _for_tpu(config: DecoderConfig) -> Kernels:
     if config.latent is None:
         reason = tpu_paged.unsupported(config.head_dim, config.num_kv_heads, config.dtype)
     else:
-        reason = "it has none for latent attention"
+        reason = "it takes no latent pages"
     if _takes("attention", "TPU", reason):
         kernels = replace(
             kernels,

@@ -58,8 +58,9 @@ def test_latent_pages_hold_one_array_of_keys() -> None:
     assert [a.shape for a in jax.tree.leaves(buffers.cache)] == [(5, 4, 8)] * 3
     view = buffers.cache.layer(2)
     assert (view.layout, view.page_size, view.num_kv_heads(8)) == ("latent", 4, 1)
-    with pytest.raises(ValueError, match="latent pages hold one key/value head, got 2"):
-        allocate_attention_buffers(**SIZES, layout="latent")
+    buffers = allocate_attention_buffers(**sizes, layout="latent", mesh=make_mesh(4, tensor=2))
+    for pages in jax.tree.leaves(buffers.cache):
+        assert {shard.data.shape for shard in pages.addressable_shards} == {(5, 4, 8)}
 
 
 def test_a_page_of_the_cache_takes_what_is_allocated_for_it() -> None:

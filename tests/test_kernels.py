@@ -153,7 +153,12 @@ LATENT = read_shape("deepseek-v3", 1)
         (device("cuda"), {}, True, None),
         (device("gpu", compute_capability="8.9"), {}, False, "8.9 has too little shared memory"),
         (device("cuda"), dict(head_dim=580), False, "latent keys of 512 + 68 elements are not"),
-        (device("tpu"), {}, False, "TPU is not used: it has none for latent attention"),
+        (
+            device("tpu"),
+            {},
+            False,
+            "TPU kernel for attention is not used: it takes no latent pages",
+        ),
         (device("cpu"), {}, False, None),
     ],
     ids=["Hopper", "described", "little memory", "head size", "TPU", "CPU"],

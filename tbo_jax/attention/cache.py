@@ -23,14 +23,12 @@ PageLayout = Literal["separate", "interleaved", "latent"]
 def page_shapes(layout: PageLayout, page_size: int, num_kv_heads: int, head_dim: int):
     """Shapes of one page in each array of a layer: two arrays for "separate", else one.
 
-    Raises ValueError for several heads in the layout "latent".
+    Several heads of "latent" are those of the devices of a rank, all of the same content.
     """
     if layout == "interleaved":
         return ((page_size, 2 * num_kv_heads, head_dim),)
     if layout == "latent":
-        if num_kv_heads != 1:
-            raise ValueError(f"latent pages hold one key/value head, got {num_kv_heads}")
-        return ((page_size, head_dim),)
+        return ((page_size, num_kv_heads * head_dim),)
     return ((page_size, num_kv_heads * head_dim),) * 2
 
 

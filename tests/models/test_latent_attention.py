@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from tbo_jax.checkpoint.load import load_model
@@ -29,13 +28,11 @@ def logits_of(model, tokens):
     return model.logits(hidden)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_fp8"])
-def test_whole_sequences_give_the_golden_logits_and_gradients(name):
-    golden = Golden(name)
+def test_whole_sequences_give_the_golden_logits_and_gradients():
+    golden = Golden("deepseek_v3")
     model = load_model(golden.folder, mesh=make_mesh(1), dtype=jnp.float32)
     tokens, expected = golden.tokens[-1], golden.logits[-1]
 
-    @jax.jit
     def run(state):
         def loss(state):
             logits = logits_of(nnx.merge(graph, state), tokens)
@@ -46,7 +43,8 @@ def test_whole_sequences_give_the_golden_logits_and_gradients(name):
 
     graph, state = nnx.split(model)
     # The choice of experts has no gradient, nor have the biases that take part in it.
-    grads, logits = run(state)
+    compiled = jax.jit(run).lower(state).compile({"xla_backend_optimization_level": "0"})
+    grads, logits = compiled(state)
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
     for path, grad in nnx.to_flat_state(grads):
         value = np.asarray(grad.get_value())
