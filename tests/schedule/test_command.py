@@ -101,7 +101,7 @@ def test_expectations_are_those_of_an_even_routing() -> None:
 
 def test_expectations_of_latent_attention() -> None:
     config = read_shape("deepseek-v3", 1)
-    work = expected_work(config, 32, 256, StepShape("decode", 256, 4096))["tbo_paged_attention"]
+    work = attention_work(config, 256, StepShape("decode", 256, 4096))["tbo_paged_attention"]
     assert work.bytes == 2 * (256 * 4096 * 576 + 256 * 128 * (576 + 512))
     assert work.flops == 2 * 256 * 4096 * 128 * (576 + 512)
 
