@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder, assign
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+_DECODED = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)  # twice as fast as a cast
+_COLUMNS = 256  # that are decoded together: they stay in the cache
 SCALE = "_scale_inv"  # behind the name of a weight: by what it is multiplied, despite the name
 
 
@@ -118,8 +120,11 @@ class BlockScaledWeights(PlainWeights):
             stop = min((number + 1) * height, rows.stop)
             part = self.tensors.read(name, (slice(start, stop), slice(columns.start, columns.stop)))
             factor = np.repeat(of_blocks, width)[skipped : skipped + len(columns)]
-            values = part.astype(np.float32) * factor
-            assign(target[start - rows.start : stop - rows.start], values, tiled=transpose)
+            place = target[start - rows.start : stop - rows.start]
+            for column in range(0, len(columns), _COLUMNS):
+                some = slice(column, column + _COLUMNS)
+                values = _DECODED[part[:, some].view(np.uint8)] * factor[some]
+                assign(place[:, some], values, tiled=transpose)
 
 
 def find_format(tensors: TensorFolder, quantization: object) -> WeightFormat:
