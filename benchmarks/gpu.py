@@ -46,7 +46,7 @@ from tbo_jax.models import find_architecture
 
 from tbo_jax import OverlapConfig
 from tbo_jax.attention import gpu_paged, paged
-from tbo_jax.attention.cache import LayerCache
+from tbo_jax.attention.cache import LayerCache, page_shapes
 from tbo_jax.attention.work import AttentionWork, plan_attention
 from tbo_jax.buffers import kv_bytes_per_page
 from tbo_jax.checkpoint.save import save_model
@@ -57,7 +57,7 @@ from tbo_jax.moe import experts, gpu_experts
 from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.progress import Update, progress_bar
 from tbo_jax.runner import ModelRunner
-from tbo_jax.schedule.model_step import abstract_model, read_shape
+from tbo_jax.schedule.model_step import abstract_model, last_layers, read_shape
 from tbo_jax.shapes import Bucket, CacheConfig
 from tbo_jax.sharding import make_mesh, parameter_spec
 
@@ -141,7 +141,9 @@ class Bench:
                 first, last = jax.lax.optimization_barrier((start, last))
                 return body(number, last if chain else first, *operands)
 
-            return jax.lax.fori_loop(0, turns, turn, start)
+            made = jax.eval_shape(body, 0, start, *operands)
+            before = start if chain else jnp.zeros(made.shape, made.dtype)
+            return jax.lax.fori_loop(0, turns, turn, before)
 
         return self.median(lambda: many(start, operands)) / turns
 
@@ -211,13 +213,18 @@ def attention(bench: Bench) -> list[Row]:
         table = jnp.asarray(np.append(0, shuffled).astype(np.int32))[batch.page_table]
         batch = dataclasses.replace(batch, page_table=table)
         work = jax.jit(plan_attention, static_argnums=1)(batch, 1, AttentionWork.zeros(1, rows))
-        read = 2 * rows * (context + 1) * kv_heads * size * DTYPE.dtype.itemsize
+        read = rows * (context + 1) * config.cached_elements * DTYPE.dtype.itemsize
         layers = max(2, math.ceil(bench.size(2**30, 0) / read))
-        cache = tuple(bench.random(layers * pages, page_size, kv_heads * size) for _ in range(2))
+        layout = "separate" if config.latent is None else "latent"
+        of_page = page_shapes(layout, page_size, kv_heads, size)
+        cache = tuple(bench.random(layers * pages, *shape) for shape in of_page)
+        latent = {} if config.latent is None else {"value_dim": config.value_dim}
 
-        def attend(i, queries, cache, batch, work, kernel, pages=pages, layers=layers):
+        def attend(
+            i, queries, cache, batch, work, kernel, pages=pages, layers=layers, latent=latent
+        ):
             view = LayerCache(cache, (i % layers) * pages)
-            return kernel(queries, view, batch, work, query_block=1, scale=scale)
+            return kernel(queries, view, batch, work, query_block=1, scale=scale, **latent)
 
         ours = functools.partial(gpu_paged.paged_attention, interpret=bench.interpret)
         queries = bench.random(rows, heads, size)
@@ -228,7 +235,7 @@ def attention(bench: Bench) -> list[Row]:
         error = check(*outs)
         timed = functools.partial(attend, kernel=ours)
         seconds = bench.loop(timed, queries, cache, batch, work)
-        moved = read + 2 * queries.nbytes
+        moved = read + queries.nbytes + outs[0].nbytes
         found.append(
             {
                 "rows": rows, "context": context, "us": seconds * 1e6,
@@ -281,7 +288,7 @@ def decode(bench: Bench) -> list[Row]:
     contexts, rows = bench.size((1024, 4096), (32,)), bench.size((256, 32, 1), (4,))
     layers, why = choose_layers(bench, max(rows), max(contexts), 2 * len(rows) - 1)
     bench.notes.append(f"{layers} of {bench.config.num_layers} layers ({why})")
-    config = dataclasses.replace(bench.config, num_layers=layers)
+    config = last_layers(bench.config, layers)
     model = random_model(config, bench.device)
     found: list[Row] = []
     total = len(contexts) * sum(1 + (count > 1) for count in rows)
@@ -318,7 +325,7 @@ def choose_layers(bench: Bench, rows: int, context: int, programs: int) -> tuple
         return min(config.num_layers, bench.size(4, 1)), "--quick"
 
     def weights(layers: int) -> int:
-        shape = dataclasses.replace(config, num_layers=layers)
+        shape = last_layers(config, layers)
         leaves = jax.tree.leaves(nnx.state(abstract_model(shape, False)))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -330,7 +337,7 @@ def choose_layers(bench: Bench, rows: int, context: int, programs: int) -> tuple
     if fit < 1:
         raise Skipped(f"{free / 2**30:.0f} GiB of free memory hold no layer with its cache")
     # The time of compiling grows with the layers: two of them tell how long one takes.
-    model = abstract_model(dataclasses.replace(config, num_layers=2), False)
+    model = abstract_model(last_layers(config, 2), False)
     start = time.monotonic()
     make_runner(model, bench.device, rows, context).compile(Bucket(rows, rows, True), 2)
     each = (time.monotonic() - start) / 2
@@ -513,8 +520,9 @@ def benchmark(args: Arguments, console: Console) -> dict[str, Any]:
     config = read_shape(args.model)
     if args.platform == "cpu":
         config = dataclasses.replace(
-            config, vocab_size=512, hidden_size=128, num_heads=4, num_kv_heads=2, num_experts=8,
-            num_experts_per_token=2, expert_intermediate_size=128, num_layers=2,
+            last_layers(config, 2), vocab_size=512, hidden_size=128, num_heads=4, num_experts=8,
+            num_kv_heads=2 if config.latent is None else 1, num_experts_per_token=2,
+            expert_intermediate_size=128,
         )  # fmt: skip
     result: dict[str, Any] = {
         "card": device.device_kind,
