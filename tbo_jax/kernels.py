@@ -76,7 +76,9 @@ def _for_gpu(device: Any, config: DecoderConfig) -> Kernels:
 def _for_tpu(config: DecoderConfig) -> Kernels:
     kernels = _by_xla(config)
     if config.latent is None:
-        reason = tpu_paged.unsupported(config.head_dim, config.num_kv_heads, config.dtype)
+        reason = tpu_paged.unsupported(
+            config.head_dim, config.num_kv_heads, config.dtype, config.attention_sinks
+        )
     else:
         reason = "it takes no latent pages"
     if _takes("attention", "TPU", reason):

@@ -14,6 +14,7 @@ def dense_causal_attention(
     length: int,
     scale: float,
     sliding_window: int | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention within each of T / length sequences laid out one after another.
 
@@ -22,6 +23,7 @@ def dense_causal_attention(
         length: tokens of each sequence.
         scale: factor of the scores.
         sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
+        sinks: [N], see `paged.paged_attention`.
 
     Returns:
         [T, N, V].
@@ -36,5 +38,10 @@ def dense_causal_attention(
     seen = at[None, :] <= at[:, None]
     if sliding_window is not None:
         seen &= at[None, :] > at[:, None] - sliding_window
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is not None:  # a column more, without a value
+        sink = sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)
+        sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :length].astype(v.dtype)
     return jnp.einsum("bgnqs,bsgh->bqgnh", weights, v).reshape(tokens, heads, value_dim)

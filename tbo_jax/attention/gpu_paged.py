@@ -67,6 +67,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     value_dim: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -79,6 +80,7 @@ def paged_attention(
         scale: factor of the scores.
         sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
         soft_cap: scores s become `cap * tanh(s / cap)` (Gemma 2).
+        sinks: [N], see `paged.paged_attention`.
         value_dim: with latent pages V, the elements of a key that are its value; else V = H.
         interpret: run without a GPU, slowly.
 
@@ -135,6 +137,7 @@ def paged_attention(
         *(field[:items] for field in (work.row, work.first_token, work.num_queries)),
         work.first_position[:items],
         batch.page_table,
+        jnp.full(heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
         queries,
         *cache.pages,
     )
@@ -156,7 +159,7 @@ def _join(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def _kernel(
-    first_page, row_ref, first_token, num_queries, first_position, table, q_ref, *refs,
+    first_page, row_ref, first_token, num_queries, first_position, table, sinks, q_ref, *refs,
     rows, key_block, value_dim, kv_heads, group, share, page_size, scale, window, soft_cap, splits,
 ):  # fmt: skip
     """One work item, `share` of the heads of one key/value head, one part of the context.
@@ -236,9 +239,13 @@ def _kernel(
             update = plgpu.dot(weights.astype(values.dtype), values, precision=precision)
             return new_top, total * shrink + weights.sum(1), acc * shrink[:, None] + update
 
+        # The softmax of the first part starts with the sink, of weight exp(sink - top) = 1.
+        sink = plgpu.load(
+            sinks.at[head[:, 0]], mask=live & (part == 0), other=jnp.float32(-jnp.inf)
+        )
         state = (
-            jnp.full((rows,), -jnp.inf, jnp.float32),
-            jnp.zeros((rows,), jnp.float32),
+            sink,
+            jnp.where(sink == -jnp.inf, 0.0, 1.0),
             jnp.zeros((rows, _power_of_two(value_dim)), jnp.float32),
         )
         top, total, acc = jax.lax.fori_loop(start, stop, accumulate, state)

@@ -61,6 +61,8 @@ def paged_attention(
     query_block: int,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     value_dim: int | None = None,
 ) -> jax.Array:
     """Causal attention of each token to its sequence's keys, its own included.
@@ -71,6 +73,9 @@ def paged_attention(
         batch, work: the batch and its work items for `query_block` queries each.
         scale: factor of the scores.
         sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
+        soft_cap: scores s become `cap * tanh(s / cap)` (Gemma 2).
+        sinks: [N], of each head a score that every softmax has one of beside those of the keys, and
+            that has no value (gpt-oss; Xiao et al. 2023 on what sinks do).
         value_dim: with latent pages V, the elements of a key that are its value; else V = H.
 
     Returns:
@@ -117,12 +122,15 @@ def paged_attention(
         key_position = index * block + jnp.arange(block, dtype=jnp.int32)
         key, value = read(index)
         scores = jnp.einsum("wgqh,wsgh->wgqs", q, key, preferred_element_type=jnp.float32)
+        scores *= scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         seen = live[:, :, None] & (key_position <= position[:, :, None])
         seen &= key_position > lowest[:, :, None]
         seen = jnp.broadcast_to(seen[:, None, None], (items, 1, group, query_block, block)).reshape(
             items, 1, group * query_block, block
         )
-        scores = jnp.where(seen, scores * scale, -jnp.inf)
+        scores = jnp.where(seen, scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(-1))
         # A row that has seen nothing yet keeps -inf; 0 stands in so that exp gets no inf - inf.
         safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -138,11 +146,11 @@ def paged_attention(
         return new_top, total * shrink + weights.sum(-1), acc * shrink[..., None] + update
 
     shape = (items, kv_heads, group * query_block)
-    start = (
-        jnp.full(shape, -jnp.inf, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, value_dim), jnp.float32),
-    )
+    top, total = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
+    if sinks is not None:  # a softmax starts with its sink, of weight exp(sink - top) = 1
+        of_lane = jnp.repeat(sinks.astype(jnp.float32), query_block).reshape(shape[1:])
+        top, total = jnp.broadcast_to(of_lane, shape), jnp.ones(shape, jnp.float32)
+    start = (top, total, jnp.zeros((*shape, value_dim), jnp.float32))
     # The number of turns is data; the name lets the schedule report assume one.
     with jax.named_scope("key_blocks"):
         _, total, acc = jax.lax.fori_loop(0, num_blocks, accumulate, start)

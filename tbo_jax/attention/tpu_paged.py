@@ -33,14 +33,16 @@ FAST_MEMORY = 32 << 20  # bytes that the kernel may take
 SCALAR_MEMORY = 512 << 10  # bytes that a page table may take, of 1 MiB: more do not compile
 
 
-def unsupported(head_dim: int, num_kv_heads: int, dtype: Any) -> str | None:
-    """Why attention of this shape cannot run here; None if it can."""
+def unsupported(head_dim: int, num_kv_heads: int, dtype: Any, sinks: bool) -> str | None:
+    """Why attention of this shape, with or without `sinks`, cannot run here; None if it can."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name} would be rounded to bfloat16 by the matrix units"
     if head_dim != LANES:
         return f"head size {head_dim} is not {LANES}"
     if num_kv_heads % 8 and num_kv_heads not in (1, 2, 4):
         return f"{num_kv_heads} key/value heads do not fill tiles: 1, 2, 4 or a multiple of 8 do"
+    if sinks:  # nor could they be put in afterwards: it keeps the sums of its softmax to itself
+        return "it takes no sinks"
     return None
 
 
@@ -59,6 +61,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of each token to its sequence's keys; see `paged.paged_attention`.
 
@@ -72,21 +75,22 @@ def paged_attention(
         scale: factor of the scores.
         sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
         soft_cap: scores s become `cap * tanh(s / cap)` (Gemma 2).
+        sinks: expected to be None; see `unsupported`.
 
     Returns:
         [T, N, H]; rows of padding tokens are zero.
 
     Raises:
-        ValueError: `soft_cap`, and a page table too large for the kernel; XLA takes it without.
+        ValueError: `sinks`.
     """
+    if sinks is not None:
+        raise ValueError("sinks are not supported by the TPU kernel: expected None")
     rows, columns = batch.page_table.shape
     if 4 * rows * -(-columns // LANES) * LANES > SCALAR_MEMORY:
         _warn(rows, columns)
-        if soft_cap is not None:
-            raise ValueError("soft_cap is not supported with so large a page table")
         return paged.paged_attention(
             queries, cache, batch, work,
-            query_block=query_block, scale=scale, sliding_window=sliding_window,
+            query_block=query_block, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
         )  # fmt: skip
     key_lens, table, cu_query_lens, count = live_rows(batch)
     out = shipped.ragged_paged_attention(

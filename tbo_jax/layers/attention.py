@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.context import LayerContext
 from tbo_jax.layers.linear import Linear, rms_norm
 from tbo_jax.layers.rotary import apply_rotary
+from tbo_jax.sharding import Shard
 
 
 class SelfAttention(nnx.Module):
@@ -39,6 +41,8 @@ class SelfAttention(nnx.Module):
         if config.query_key_norm:
             self.q_norm = rms_norm(head_dim, config, rngs)
             self.k_norm = rms_norm(head_dim, config, rngs)
+        sinks = jnp.zeros(heads, config.dtype) if config.attention_sinks else None
+        self.sinks = None if sinks is None else nnx.Param(sinks, shard=Shard("tensor", 0, heads))
         self.query_key_norm = config.query_key_norm
         self.interleaved = config.rotary.interleaved
         self.head_dim, self.num_kv_heads = head_dim, kv_heads
@@ -61,6 +65,9 @@ class SelfAttention(nnx.Module):
         q = apply_rotary(q, context.rotary, interleaved=self.interleaved)
         k = apply_rotary(k, context.rotary, interleaved=self.interleaved)
         out, cache = context.attention(
-            q, k, v, cache, scale=self.scale, sliding_window=self.sliding_window
-        )
+            q, k, v, cache,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            sinks=None if self.sinks is None else self.sinks[...],
+        )  # fmt: skip
         return self.o_proj.product(out.reshape(tokens, -1)), cache

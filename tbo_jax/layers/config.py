@@ -49,7 +49,9 @@ class DecoderConfig:
     mlp_bias: bool = False
     query_key_norm: bool = False
     latent: LatentConfig | None = None
+    attention_sinks: bool = False  # a learned one of each head; see `attention.paged`
     sliding_window: int | None = None
+    full_attention_layers: frozenset[int] = frozenset()  # without the sliding window
     num_experts: int = 0  # 0: no layer has experts
     num_experts_per_token: int = 0
     expert_intermediate_size: int = 0
@@ -107,6 +109,12 @@ class DecoderConfig:
             )
         heads, kv_heads = self.num_heads // tensor, max(1, kv_heads // tensor)
         return replace(self, num_heads=heads, num_kv_heads=kv_heads)
+
+    def of_layer(self, layer: int) -> DecoderConfig:
+        """The configuration as layer `layer` sees it: with the sliding window that it has."""
+        if self.sliding_window is None or layer not in self.full_attention_layers:
+            return self
+        return replace(self, sliding_window=None)
 
     @property
     def router(self) -> Routing:

@@ -22,11 +22,20 @@ class Attention(Protocol):
     """Attention of a micro-batch, with whatever cache it keeps."""
 
     def __call__(
-        self, queries, keys, values, cache, *, scale: float, sliding_window: int | None
+        self,
+        queries,
+        keys,
+        values,
+        cache,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        sinks: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
         """[T, N, H], [T, G, H], [T, G, V], cache -> [T, N, V], cache.
 
         Values are as large as keys, V = H, or the first V elements of the keys (latent attention).
+        For the options see `attention.paged.paged_attention`.
         """
 
 
@@ -39,7 +48,7 @@ class PagedAttention:
     query_block: int
     kernel: Callable[..., jax.Array] = paged_attention
 
-    def __call__(self, queries, keys, values, cache, *, scale, sliding_window):
+    def __call__(self, queries, keys, values, cache, **options):
         cache = write_pages(cache, keys, values, self.batch)
         latent = {"value_dim": values.shape[-1]} if cache.layout == "latent" else {}
         out = self.kernel(
@@ -48,9 +57,8 @@ class PagedAttention:
             self.batch,
             self.work,
             query_block=self.query_block,
-            scale=scale,
-            sliding_window=sliding_window,
             **latent,
+            **options,
         )
         return out, cache
 
@@ -61,10 +69,8 @@ class DenseAttention:
 
     length: int
 
-    def __call__(self, queries, keys, values, cache, *, scale, sliding_window):
-        out = dense_causal_attention(
-            queries, keys, values, length=self.length, scale=scale, sliding_window=sliding_window
-        )
+    def __call__(self, queries, keys, values, cache, **options):
+        out = dense_causal_attention(queries, keys, values, length=self.length, **options)
         return out, cache
 
 

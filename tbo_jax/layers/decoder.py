@@ -147,7 +147,7 @@ class CausalLM(nnx.Module):
             ValueError: `scanned` and the layers are not all equal.
         """
         layers = [
-            (SparseLayer if config.is_sparse(i) else DenseLayer)(config, rngs=rngs)
+            (SparseLayer if config.is_sparse(i) else DenseLayer)(config.of_layer(i), rngs=rngs)
             for i in range(config.num_layers)
         ]
         normal = nnx.initializers.normal(config.initializer_range)

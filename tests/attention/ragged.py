@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
@@ -123,9 +124,32 @@ def case_of(
     return Case(shape, batch, cache, queries, keys, values, rows, slots)
 
 
-def reference(case: Case, window: int | None = None, soft_cap: float | None = None) -> np.ndarray:
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Of attention, for every implementation of it."""
+
+    window: int | None = None
+    soft_cap: float | None = None
+    with_sinks: bool = False
+
+    def sinks(self, heads: int) -> np.ndarray | None:
+        """From one that hardly matters to one that outweighs a few keys."""
+        return np.linspace(-2, 4, heads, dtype=np.float32) if self.with_sinks else None
+
+    def arguments(self, heads: int) -> dict[str, Any]:
+        """As the implementations take them."""
+        given = dict(sliding_window=self.window, soft_cap=self.soft_cap, sinks=self.sinks(heads))
+        return {
+            key: jnp.asarray(value) if key == "sinks" else value
+            for key, value in given.items()
+            if value is not None
+        }
+
+
+def reference(case: Case, options: Options = Options()) -> np.ndarray:
     """[live tokens, N, V] float32: every query against all keys of its sequence at once."""
-    shape = case.shape
+    shape, window, soft_cap = case.shape, options.window, options.soft_cap
+    sinks = options.sinks(shape.heads)
     outs, start = [], 0
     for context, length, keys, values in case.rows:
         for number in range(length):
@@ -138,8 +162,11 @@ def reference(case: Case, window: int | None = None, soft_cap: float | None = No
                 scores = keys[seen, group].astype(np.float32) @ query * np.float32(shape.scale)
                 if soft_cap is not None:
                     scores = soft_cap * np.tanh(scores / soft_cap)
+                if sinks is not None:
+                    scores = np.append(scores, np.float32(sinks[head]))
                 weights = np.exp(scores - scores.max())
-                outs.append(weights / weights.sum() @ values[seen, group].astype(np.float32))
+                weights = (weights / weights.sum())[: last + 1 - first]
+                outs.append(weights @ values[seen, group].astype(np.float32))
         start += length
     width = shape.value_dim or shape.head_dim
     return np.reshape(outs, (-1, shape.heads, width)).astype(np.float32)

@@ -19,6 +19,7 @@ from tbo_jax.attention import gpu_paged
 from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.paged import write_pages
 from tbo_jax.attention.work import AttentionWork, plan_attention
+from tests.attention import ragged
 from tests.attention.ragged import Case, Shape, case_of, mixes, reference
 from tests.gpu_lowering import lower_for_gpu
 
@@ -27,12 +28,10 @@ few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthChec
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(ragged.Options):
     """Of the kernel."""
 
     query_block: int = 1
-    window: int | None = None
-    soft_cap: float | None = None
     splits: int = 1
 
 
@@ -50,9 +49,8 @@ def compiled(shape: Shape, options: Options) -> Any:
             plan_attention(batch, options.query_block, old),
             query_block=options.query_block,
             scale=shape.scale,
-            sliding_window=options.window,
-            soft_cap=options.soft_cap,
             value_dim=shape.value_dim,
+            **options.arguments(shape.heads),
             interpret=True,
         )
 
@@ -73,7 +71,7 @@ def check(case: Case, options: Options) -> None:
     assert out.dtype == case.shape.dtype
     found, count = np.asarray(out).astype(np.float32), len(case.slots)
     tolerance = TOLERANCE[out.dtype.name]
-    expected = reference(case, options.window, options.soft_cap)
+    expected = reference(case, options)
     np.testing.assert_allclose(found[:count], expected, atol=tolerance, rtol=tolerance)
     assert not found[count:].any()
 
@@ -101,6 +99,8 @@ OPTIONS = {
     "window": Options(query_block=4, window=5),
     "split window, soft cap": Options(window=70, soft_cap=5.0, splits=4),
     "soft cap": Options(query_block=8, soft_cap=3.0),
+    "sinks": Options(query_block=8, with_sinks=True),
+    "split window, sinks": Options(window=70, splits=4, with_sinks=True),
 }
 PAIRS = [
     ("group 1", "blocks of queries"),
@@ -113,6 +113,8 @@ PAIRS = [
     ("group 70", "window"),
     ("latent", "split blocks"),
     ("latent, group 129", "split"),
+    ("group 3", "sinks"),
+    ("group 1", "split window, sinks"),
 ]
 
 

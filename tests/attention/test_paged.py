@@ -18,18 +18,16 @@ from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.dense import dense_causal_attention
 from tbo_jax.attention.paged import paged_attention, write_pages
 from tbo_jax.attention.work import AttentionWork, plan_attention
-from tests.attention.ragged import Case, Shape, case_of, mixes, reference
+from tests.attention.ragged import Case, Options, Shape, case_of, mixes, reference
 
 # Rows of up to 320 keys, three blocks of them: 20 pages are no whole number of blocks of 8.
-SHAPE = Shape()
+SHAPE, PLAIN = Shape(), Options()
 TOKENS = SHAPE.tokens
-
-
 # The values are the first 8 of a key's 12 elements.
 LATENT = Shape(kv_heads=1, head_dim=12, value_dim=8)
 
 
-def attend(batch, cache, queries, keys, values, *, query_block, window, shape=SHAPE):
+def attend(batch, cache, queries, keys, values, *, query_block, options, shape=SHAPE):
     """One layer's write and read, as the context of the models does it."""
     # The work arrays are longer than needed and hold what an earlier step left there.
     old = AttentionWork(*(jnp.full(TOKENS + 3, 4321, jnp.int32) for _ in range(5)))
@@ -37,7 +35,7 @@ def attend(batch, cache, queries, keys, values, *, query_block, window, shape=SH
     work = plan_attention(batch, query_block, old)
     out = paged_attention(
         queries, cache, batch, work, query_block=query_block, scale=shape.scale,
-        sliding_window=window, value_dim=shape.value_dim,
+        value_dim=shape.value_dim, **options.arguments(shape.heads),
     )  # fmt: skip
     return out, cache
 
@@ -50,7 +48,7 @@ def attend_in_parts(batch, cache, queries, keys, values, *, query_block, count):
         at = jnp.minimum(bounds + jnp.arange(part.token_capacity, dtype=jnp.int32), TOKENS - 1)
         bounds = bounds + part.num_tokens
         q, k, v = queries[at], keys[at], values[at]
-        out, cache = attend(part, cache, q, k, v, query_block=query_block, window=None)
+        out, cache = attend(part, cache, q, k, v, query_block=query_block, options=PLAIN)
         outs.append(out)
     return gather_tokens(outs, parts, jnp.arange(TOKENS, dtype=jnp.int32)), cache
 
@@ -59,8 +57,8 @@ in_parts = jax.jit(partial(attend_in_parts, query_block=16, count=2))
 
 
 @cache
-def compiled(query_block: int, window: int | None, shape: Shape = SHAPE) -> Any:
-    return jax.jit(partial(attend, query_block=query_block, window=window, shape=shape))
+def compiled(query_block: int, options: Options, shape: Shape = SHAPE) -> Any:
+    return jax.jit(partial(attend, query_block=query_block, options=options, shape=shape))
 
 
 def check_cache(case: Case, cache: LayerCache) -> None:
@@ -73,15 +71,26 @@ def check_cache(case: Case, cache: LayerCache) -> None:
         assert expected.tobytes() == np.asarray(after).tobytes()
 
 
-def check(case: Case, out: jax.Array, cache: LayerCache, window: int | None, atol: float) -> None:
+def check(
+    case: Case, out: jax.Array, cache: LayerCache, atol: float, options: Options = PLAIN
+) -> None:
     count = len(case.slots)
     found = np.asarray(out).astype(np.float32)
-    np.testing.assert_allclose(found[:count], reference(case, window), atol=atol, rtol=0)
+    np.testing.assert_allclose(found[:count], reference(case, options), atol=atol, rtol=0)
     assert not found[count:].any()
     check_cache(case, cache)
 
 
-@pytest.mark.parametrize(("query_block", "window"), [(1, None), (16, None), (16, 5), (1, 150)])
+@pytest.mark.parametrize(
+    ("query_block", "options"),
+    [
+        (1, PLAIN),
+        (16, PLAIN),
+        (16, Options(window=5, soft_cap=2.0)),
+        (16, Options(with_sinks=True)),
+        (1, Options(window=150, with_sinks=True)),
+    ],
+)
 @settings(max_examples=15, deadline=None)
 @given(mix=mixes(SHAPE), seed=st.integers(0, 99), layer=st.sampled_from([0, 1]))
 @example(mix=([TOKENS], [0]), seed=0, layer=1)
@@ -89,12 +98,12 @@ def check(case: Case, out: jax.Array, cache: LayerCache, window: int | None, ato
 @example(mix=([1, 17, 1, 5], [64, 120, 0, 0]), seed=2, layer=1)
 @example(mix=([], []), seed=3, layer=0)
 def test_ragged_batches_equal_the_full_softmax(
-    mix: tuple[list[int], list[int]], seed: int, layer: int, query_block: int, window: int | None
+    mix: tuple[list[int], list[int]], seed: int, layer: int, query_block: int, options: Options
 ) -> None:
     case = case_of(SHAPE, *mix, seed, layer)
-    run = compiled(query_block, window)
+    run = compiled(query_block, options)
     out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
-    check(case, out, cache, window, atol=2e-6)
+    check(case, out, cache, 2e-6, options)
 
 
 @pytest.mark.parametrize("query_block", [1, 16])
@@ -105,9 +114,9 @@ def test_latent_pages_hold_values_in_their_keys(
     mix: tuple[list[int], list[int]], seed: int, layer: int, query_block: int
 ) -> None:
     case = case_of(LATENT, *mix, seed, layer)
-    run = compiled(query_block, None, LATENT)
+    run = compiled(query_block, PLAIN, LATENT)
     out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
-    check(case, out, cache, None, atol=2e-6)
+    check(case, out, cache, atol=2e-6)
 
 
 @settings(max_examples=15, deadline=None)
@@ -120,25 +129,25 @@ def test_micro_batches_in_order_equal_the_whole(
     case = case_of(SHAPE, *mix, seed)
     out, cache = in_parts(case.batch, case.cache, case.queries, case.keys, case.values)
     count = len(case.slots)
-    np.testing.assert_allclose(out[:count], reference(case, None), atol=2e-6, rtol=0)
+    np.testing.assert_allclose(out[:count], reference(case), atol=2e-6, rtol=0)
     check_cache(case, cache)
 
 
 def test_bfloat16() -> None:
     case = case_of(dataclasses.replace(SHAPE, dtype=jnp.bfloat16), [1, 17, 2], [200, 40, 0], 5)
-    run = compiled(16, None)
+    run = compiled(16, PLAIN)
     out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
     assert out.dtype == jnp.bfloat16
-    check(case, out, cache, None, atol=2e-2)
+    check(case, out, cache, atol=2e-2)
 
 
 def test_large_scores_do_not_overflow() -> None:
     case = case_of(SHAPE, [3, 1], [140, 300], 6)
     scaled = dataclasses.replace(case, queries=case.queries * np.float32(300))
-    out, cache = compiled(16, None)(
+    out, cache = compiled(16, PLAIN)(
         scaled.batch, scaled.cache, scaled.queries, scaled.keys, scaled.values
     )
-    check(scaled, out, cache, None, atol=2e-4)
+    check(scaled, out, cache, atol=2e-4)
 
 
 @pytest.mark.parametrize("query_block", [1, 4, 16])
@@ -164,12 +173,20 @@ def test_work_items_cover_every_token_once(query_block: int) -> None:
     assert covered == [(*place, token) for token, place in enumerate(places)]
 
 
-@pytest.mark.parametrize(("shape", "window"), [(SHAPE, None), (SHAPE, 3), (LATENT, None)])
-def test_dense_attention_equals_paged_prefill(shape: Shape, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (SHAPE, PLAIN),
+        (SHAPE, Options(window=3)),
+        (SHAPE, Options(window=3, with_sinks=True)),
+        (LATENT, PLAIN),
+    ],
+)
+def test_dense_attention_equals_paged_prefill(shape: Shape, options: Options) -> None:
     length = TOKENS // 3
     case = case_of(shape, [length] * 3, [0] * 3, 7)
     found = dense_causal_attention(
         *map(jnp.asarray, (case.queries, case.keys, case.values)),
-        length=length, scale=shape.scale, sliding_window=window,
+        length=length, scale=shape.scale, **options.arguments(shape.heads),
     )  # fmt: skip
-    np.testing.assert_allclose(found, reference(case, window), atol=2e-6, rtol=0)
+    np.testing.assert_allclose(found, reference(case, options), atol=2e-6, rtol=0)

@@ -20,8 +20,9 @@ from tbo_jax.attention import paged, tpu_paged
 from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.paged import write_pages
 from tbo_jax.attention.work import AttentionWork, plan_attention
-from tests.attention.ragged import Case, Shape, case_of, mixes, reference
+from tests.attention.ragged import Case, Options, Shape, case_of, mixes, reference
 
+PLAIN = Options()
 SHAPE = Shape(8, 2, 128, jnp.bfloat16, page_size=16, pages_per_row=4, tokens=12, rows=3)
 
 
@@ -66,33 +67,33 @@ def interleaved(cache: LayerCache, head_dim: int) -> LayerCache:
 
 
 @cache
-def compiled(**options: Any) -> Any:
+def compiled(options: Options) -> Any:
     """One layer's write and read: batch, cache, queries, keys, values -> output."""
 
     def attend(batch, cache, queries, keys, values):
         work = plan_attention(batch, 4, AttentionWork.zeros(1, SHAPE.tokens))
         return tpu_paged.paged_attention(
             queries, write_pages(cache, keys, values, batch), batch, work,
-            query_block=4, scale=SHAPE.scale, **options,
+            query_block=4, scale=SHAPE.scale, **options.arguments(SHAPE.heads),
         )  # fmt: skip
 
     return jax.jit(attend)
 
 
-def attend(case: Case, **options: Any) -> jax.Array:
+def attend(case: Case, options: Options) -> jax.Array:
     cache = interleaved(case.cache, SHAPE.head_dim)
     with mock.patch.object(tpu_paged.shipped, "ragged_paged_attention", stand_in):
-        return compiled(**options)(case.batch, cache, case.queries, case.keys, case.values)
+        return compiled(options)(case.batch, cache, case.queries, case.keys, case.values)
 
 
-def check(case: Case, out: jax.Array, **expected: Any) -> None:
+def check(case: Case, out: jax.Array, options: Options = PLAIN) -> None:
     found, count = np.asarray(out).astype(np.float32), len(case.slots)
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(found[:count], reference(case, **expected), atol=2e-2, rtol=2e-2)
+    np.testing.assert_allclose(found[:count], reference(case, options), atol=2e-2, rtol=2e-2)
     assert not found[count:].any()
 
 
-@pytest.mark.parametrize("options", [{}, dict(sliding_window=5, soft_cap=3.0)], ids=str)
+@pytest.mark.parametrize("options", [PLAIN, Options(window=5, soft_cap=3.0)], ids=str)
 @settings(max_examples=15, deadline=None)
 @given(mixes(SHAPE), st.integers(0, 99), st.sampled_from([0, 1]))
 @example(([], []), 0, 0)
@@ -100,11 +101,10 @@ def check(case: Case, out: jax.Array, **expected: Any) -> None:
 @example(([0, 2, 0], [0, 7, 5]), 0, 1)
 @example(([5, 0, 7], [0, 0, 50]), 0, 1)
 def test_ragged_batches_equal_the_full_softmax(
-    options: dict[str, Any], mix: tuple[list[int], list[int]], seed: int, layer: int
+    options: Options, mix: tuple[list[int], list[int]], seed: int, layer: int
 ) -> None:
     case = case_of(SHAPE, *mix, seed, layer)
-    window, soft_cap = options.get("sliding_window"), options.get("soft_cap")
-    check(case, attend(case, **options), window=window, soft_cap=soft_cap)
+    check(case, attend(case, options), options)
 
 
 @settings(max_examples=15, deadline=None)
@@ -138,17 +138,17 @@ def test_interleaved_pages_hold_keys_at_even_heads() -> None:
 
 def test_a_table_too_large_for_scalar_memory_is_read_by_xla(caplog: Any) -> None:
     case = case_of(SHAPE, [1, 7], [30, 0], 3, layer=1)
-    with mock.patch.object(tpu_paged, "SCALAR_MEMORY", 3 * 128 * 4 - 1):
-        with caplog.at_level(logging.WARNING, "tbo_jax.attention.tpu_paged"):
-            out = attend(case, sliding_window=4)
-        with pytest.raises(ValueError, match="soft_cap"):
-            attend(case, soft_cap=4.0)
-    check(case, out, window=4)
+    with (
+        mock.patch.object(tpu_paged, "SCALAR_MEMORY", 3 * 128 * 4 - 1),
+        caplog.at_level(logging.WARNING, "tbo_jax.attention.tpu_paged"),
+    ):
+        out = attend(case, Options(window=4, soft_cap=4.0))
+    check(case, out, Options(window=4, soft_cap=4.0))
     assert "a table of 3 x 4 pages is too large" in caplog.text
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_xla_reads_both_layouts_alike(window: int | None) -> None:
+@pytest.mark.parametrize("options", [PLAIN, Options(window=5, with_sinks=True)])
+def test_xla_reads_both_layouts_alike(options: Options) -> None:
     case = case_of(SHAPE, [1, 7], [30, 9], 4, layer=1)
 
     @jax.jit
@@ -156,7 +156,7 @@ def test_xla_reads_both_layouts_alike(window: int | None) -> None:
         work = plan_attention(batch, 4, AttentionWork.zeros(1, SHAPE.tokens))
         return paged.paged_attention(
             queries, write_pages(cache, keys, values, batch), batch, work,
-            query_block=4, scale=SHAPE.scale, sliding_window=window,
+            query_block=4, scale=SHAPE.scale, **options.arguments(SHAPE.heads),
         )  # fmt: skip
 
     one, other = (
@@ -164,21 +164,24 @@ def test_xla_reads_both_layouts_alike(window: int | None) -> None:
         for cache in (case.cache, interleaved(case.cache, SHAPE.head_dim))
     )
     np.testing.assert_array_equal(one, other)
-    check(case, other, window=window)
+    check(case, other, options)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "kv_heads", "dtype", "reason"),
+    ("head_dim", "kv_heads", "dtype", "sinks", "reason"),
     [
-        (128, 4, jnp.bfloat16, None),
-        (128, 16, jnp.bfloat16, None),
-        (128, 4, jnp.float32, "float32 would be rounded"),
-        (64, 4, jnp.bfloat16, "head size 64 is not 128"),
-        (128, 6, jnp.bfloat16, "6 key/value heads do not fill tiles"),
+        (128, 4, jnp.bfloat16, False, None),
+        (128, 16, jnp.bfloat16, False, None),
+        (128, 4, jnp.float32, False, "float32 would be rounded"),
+        (64, 4, jnp.bfloat16, False, "head size 64 is not 128"),
+        (128, 6, jnp.bfloat16, False, "6 key/value heads do not fill tiles"),
+        (128, 4, jnp.bfloat16, True, "it takes no sinks"),
     ],
 )
-def test_unsupported(head_dim: int, kv_heads: int, dtype: Any, reason: str | None) -> None:
-    found = tpu_paged.unsupported(head_dim, kv_heads, dtype)
+def test_unsupported(
+    head_dim: int, kv_heads: int, dtype: Any, sinks: bool, reason: str | None
+) -> None:
+    found = tpu_paged.unsupported(head_dim, kv_heads, dtype, sinks)
     assert found is None if reason is None else reason in str(found)
 
 
