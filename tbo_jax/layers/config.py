@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from tbo_jax.layers.rotary import RotaryConfig
+from tbo_jax.moe.activation import SwiGlu
 from tbo_jax.moe.routing import Routing, Score
 
 
@@ -55,10 +56,13 @@ class DecoderConfig:
     num_experts: int = 0  # 0: no layer has experts
     num_experts_per_token: int = 0
     expert_intermediate_size: int = 0
+    expert_bias: bool = False  # of both products of every expert
+    expert_activation: SwiGlu = SwiGlu()  # noqa: RUF009, frozen
     dense_layers: frozenset[int] = frozenset()  # layers without experts in a model that has them
     shared_expert_intermediate_size: int = 0  # of all shared experts together; 0: none
     shared_expert_gate: bool = False  # a sigmoid gate on what the shared experts give
     routing: Score = "softmax"  # of the router's logits; this and the next: see `Routing`
+    router_bias: bool = False  # added to the logits
     routing_bias: bool = False
     renormalize_experts: bool = True
     min_routing_sum: float = 1e-20

@@ -44,18 +44,20 @@ class Router(nnx.Module):
         init = nnx.initializers.normal(config.initializer_range)
         shape = (config.num_experts, config.hidden_size)
         self.weight = nnx.Param(init(rngs.params(), shape, dtype))
-        bias = jnp.zeros(config.num_experts, jnp.float32) if config.routing_bias else None
-        self.correction_bias = None if bias is None else nnx.Param(bias)
+        zeros = jnp.zeros(config.num_experts)
+        self.bias = nnx.Param(zeros.astype(dtype)) if config.router_bias else None
+        self.correction_bias = nnx.Param(zeros) if config.routing_bias else None
         self.in_float32 = config.float32_router
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, D] -> [T, E]."""
         weight = self.weight[...]
         if not self.in_float32:
-            return project(x, weight)
-        # HIGHEST: accelerators otherwise round the factors of a float32 product.
-        x = x.astype(jnp.float32)
-        return jnp.einsum("td,ed->te", x, weight, precision=jax.lax.Precision.HIGHEST)
+            logits = project(x, weight)
+        else:  # HIGHEST: accelerators otherwise round the factors of a float32 product
+            x = x.astype(jnp.float32)
+            logits = jnp.einsum("td,ed->te", x, weight, precision=jax.lax.Precision.HIGHEST)
+        return logits if self.bias is None else logits + self.bias[...]
 
 
 class SparseMoe(nnx.Module):
@@ -79,8 +81,16 @@ class SparseMoe(nnx.Module):
             value = normal(rngs.params(), shape, config.dtype)
             return nnx.Param(value, shard=Shard("experts", 0, experts))
 
+        def bias(*shape: int) -> nnx.Param | None:
+            if not config.expert_bias:
+                return None
+            return nnx.Param(jnp.zeros(shape, config.dtype), shard=Shard("experts", 0, experts))
+
         self.gate_up_proj = weight((experts, hidden, 2 * width))
         self.down_proj = weight((experts, width, hidden))
+        self.gate_up_bias = bias(experts, 2 * width)
+        self.down_bias = bias(experts, hidden)
+        self.activation = config.expert_activation
         self.layer = nnx.data(None)  # which one, where the weights are those of all layers
         self.routing = config.router
         shared = config.shared_expert_intermediate_size
@@ -91,6 +101,7 @@ class SparseMoe(nnx.Module):
     def share_stack(self, stacked: SparseMoe, layer: Any) -> None:
         """Use the expert weights of all layers [L, E, ...], of which this is number `layer`."""
         self.gate_up_proj, self.down_proj = stacked.gate_up_proj, stacked.down_proj
+        self.gate_up_bias, self.down_bias = stacked.gate_up_bias, stacked.down_bias
         self.layer = nnx.data(jnp.asarray(layer, jnp.int32))
 
     def route(self, x: jax.Array, context: LayerContext) -> tuple[Any, Any]:
@@ -119,7 +130,12 @@ class SparseMoe(nnx.Module):
         return context.exchange.pack_results(out, received)
 
     def _matrices(self) -> ExpertWeights:
-        gate_up, down = self.gate_up_proj[...], self.down_proj[...]
-        if self.layer is None:
-            return ExpertWeights(gate_up, down)
-        return ExpertWeights.of_layer(gate_up, down, self.layer)
+        up_bias, down_bias = self.gate_up_bias, self.down_bias
+        matrices = ExpertWeights(
+            self.gate_up_proj[...],
+            self.down_proj[...],
+            None if up_bias is None else up_bias[...],
+            None if down_bias is None else down_bias[...],
+            self.activation,
+        )
+        return matrices if self.layer is None else matrices.of_layer(self.layer)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import jax
+
+from tbo_jax.moe.activation import SwiGlu
+
+_ARRAYS = "gate_up", "down", "gate_up_bias", "down_bias"
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["gate_up", "down", "first"],
-    meta_fields=["count"],
+    data_fields=[*_ARRAYS, "first"],
+    meta_fields=["activation", "count"],
 )
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Gated (SwiGLU) experts of one layer on one device: E of the G that the arrays hold.
+    """Gated experts of one layer on one device: E of the G that the arrays hold.
+
+    Expert e is `activation(x @ gate + its bias, x @ up + its bias) @ down + its bias`.
 
     Scanned layers keep their weights stacked. XLA:GPU writes out each slice of a stack before a
     kernel reads it, in every step (100 MB a layer for Qwen3-30B-A3B on 8 devices); so kernels take
@@ -25,15 +32,17 @@ class ExpertWeights:
 
     gate_up: jax.Array  # [G, D, 2F], gate projection first
     down: jax.Array  # [G, F, D]
+    gate_up_bias: jax.Array | None = None  # [G, 2F]
+    down_bias: jax.Array | None = None  # [G, D]
+    activation: SwiGlu = SwiGlu()  # noqa: RUF009, frozen
     first: jax.Array | None = None  # [] int32, where the layer's experts begin; None: 0
     count: int | None = None  # E; None: G
 
-    @classmethod
-    def of_layer(cls, gate_up: jax.Array, down: jax.Array, layer: jax.Array) -> Self:
-        """Those of one layer, [], out of stacks [L, E, D, 2F] and [L, E, F, D], in place."""
-        count = gate_up.shape[1]
-        flat = (stack.reshape(-1, *stack.shape[2:]) for stack in (gate_up, down))
-        return cls(*flat, layer * count, count)
+    def of_layer(self, layer: jax.Array) -> Self:
+        """Those of one layer, [], where the arrays are stacks [L, E, ...], in place."""
+        count = self.gate_up.shape[1]
+        flat = self._each(lambda stack: stack.reshape(-1, *stack.shape[2:]))
+        return replace(flat, first=layer * count, count=count)
 
     @property
     def num_experts(self) -> int:
@@ -46,10 +55,15 @@ class ExpertWeights:
 
     def sliced(self) -> Self:
         """The same experts in arrays of their own."""
-        if self.first is None:
+        first = self.first
+        if first is None:
             return self
+        own = self._each(lambda a: jax.lax.dynamic_slice_in_dim(a, first, self.num_experts))
+        return replace(own, first=None)
 
-        def cut(stack: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(stack, self.first, self.num_experts)
-
-        return replace(self, gate_up=cut(self.gate_up), down=cut(self.down), first=None)
+    def _each(self, change: Callable[[jax.Array], jax.Array]) -> Self:
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
+        changed: dict[str, Any] = {
+            name: change(array) for name, array in arrays.items() if array is not None
+        }
+        return replace(self, **changed)

@@ -17,7 +17,7 @@ def apply_experts(
     weights: jax.Array,
     matrices: ExpertWeights,
 ) -> jax.Array:
-    """Weighted sum, for each row, of the gated (SwiGLU) experts of this device that it chose.
+    """Weighted sum, for each row, of the gated experts of this device that it chose.
 
     Args:
         rows: [M, D].
@@ -37,7 +37,7 @@ def apply_experts(
     group_sizes = jnp.sum(chosen[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
     # A row has at most min(K, E) experts here: what is sorted behind that bound belongs elsewhere.
     bound = num_rows * min(top_k, num_experts)
-    out = grouped_swiglu(rows[order[:bound] // top_k], matrices, group_sizes)
+    out = grouped_experts(rows[order[:bound] // top_k], matrices, group_sizes)
     place = jnp.argsort(order).reshape(num_rows, top_k)
     here = (chosen < num_experts).reshape(num_rows, top_k)
     picked = out[jnp.minimum(place, bound - 1)]
@@ -48,8 +48,8 @@ def apply_experts(
 
 
 @jax.custom_vjp
-def grouped_swiglu(rows: jax.Array, matrices: ExpertWeights, group_sizes: jax.Array) -> jax.Array:
-    """Rows of group e through expert e: `(silu(x @ gate) * (x @ up)) @ down`.
+def grouped_experts(rows: jax.Array, matrices: ExpertWeights, group_sizes: jax.Array) -> jax.Array:
+    """Rows of group e through expert e, see `ExpertWeights`.
 
     Both products of a block are in one loop body: half the loops to compile, and no intermediate of
     all rows.
@@ -65,36 +65,46 @@ def grouped_swiglu(rows: jax.Array, matrices: ExpertWeights, group_sizes: jax.Ar
 
     def block(out, start, group, count):
         x = jax.lax.dynamic_slice_in_dim(rows, start, count)
-        gate_up, down = (
-            stack[matrices.place(group)] for stack in (matrices.gate_up, matrices.down)
-        )
-        hidden = _swiglu(jnp.dot(x, gate_up, preferred_element_type=jnp.float32))
-        product = jnp.dot(hidden.astype(x.dtype), down, preferred_element_type=jnp.float32)
+        place = matrices.place(group)
+
+        def project(x, stack, bias):
+            product = jnp.dot(x, stack[place], preferred_element_type=jnp.float32)
+            return product if bias is None else product + bias[place].astype(jnp.float32)
+
+        hidden = _activate(matrices, project(x, matrices.gate_up, matrices.gate_up_bias))
+        product = project(hidden.astype(x.dtype), matrices.down, matrices.down_bias)
         return jax.lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), start, 0)
 
     return for_each_block(block, jnp.zeros_like(rows), group_sizes, rows.shape[0])
 
 
-def _swiglu(hidden: jax.Array) -> jax.Array:
-    gate, up = jnp.split(hidden, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+def _activate(matrices: ExpertWeights, hidden: jax.Array) -> jax.Array:
+    return matrices.activation(*jnp.split(hidden, 2, axis=-1))
 
 
 def _forward(rows, matrices, group_sizes):
-    return grouped_swiglu(rows, matrices, group_sizes), (rows, matrices, group_sizes)
+    return grouped_experts(rows, matrices, group_sizes), (rows, matrices, group_sizes)
 
 
 def _backward(saved, grad):
     rows, matrices, group_sizes = saved
 
-    def in_two_steps(rows, gate_up, down):
-        own = replace(matrices, gate_up=gate_up, down=down).sliced()
-        hidden = _swiglu(grouped_matmul(rows, own.gate_up, group_sizes))
-        return grouped_matmul(hidden, own.down, group_sizes)
+    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows.shape[0]), side="right")
 
-    _, transpose = jax.vjp(in_two_steps, rows, matrices.gate_up, matrices.down)
-    rows_grad, gate_up, down = transpose(grad)
-    return rows_grad, replace(matrices, gate_up=gate_up, down=down, first=None), None
+    def project(x, stack, bias):
+        product = grouped_matmul(x, stack, group_sizes)
+        if bias is None:
+            return product
+        # Rows past the last group have none.
+        return product + bias.astype(x.dtype).at[group].get(mode="fill", fill_value=0)
+
+    def in_two_steps(rows, arrays):
+        own = replace(arrays, first=matrices.first).sliced()
+        hidden = _activate(own, project(rows, own.gate_up, own.gate_up_bias))
+        return project(hidden, own.down, own.down_bias)
+
+    _, transpose = jax.vjp(in_two_steps, rows, replace(matrices, first=None))
+    return (*transpose(grad), None)
 
 
-grouped_swiglu.defvjp(_forward, _backward)
+grouped_experts.defvjp(_forward, _backward)

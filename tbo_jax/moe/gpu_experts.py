@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from tbo_jax.moe.expert_weights import ExpertWeights
 
-BLOCK_COLUMNS = 128  # of the result of a tile
+BLOCK_COLUMNS = 128, 64  # of the result of a tile: the first that divides all of them
 INNER_BYTES = 128  # of a row, summed over at a time
 SMALLEST_TILE = 16  # rows; tensor cores take 16 at least
 TILE_BYTES = 256  # of a column of the largest tile: 128 rows, or 64 in float32
@@ -25,12 +25,9 @@ GATE_UP, DOWN, SUM = "tbo_experts_gate_up", "tbo_experts_down", "tbo_experts_sum
 
 def unsupported(hidden: int, width: int) -> str | None:
     """Why experts of D = `hidden` and F = `width` cannot run here; None if they can."""
-    for name, size, block in (
-        ("hidden size", hidden, BLOCK_COLUMNS),
-        ("expert width", width, BLOCK_COLUMNS),
-    ):
-        if size % block:
-            return f"{name} {size} is no multiple of {block}"
+    for name, size in (("hidden size", hidden), ("expert width", width)):
+        if size % BLOCK_COLUMNS[-1]:
+            return f"{name} {size} is no multiple of {BLOCK_COLUMNS[-1]}"
     return None
 
 
@@ -56,9 +53,11 @@ def apply_experts(
     tiles = matrices.place(group), *bounds
     grid = group.shape[0]
     run = functools.partial(_run, dtype=rows.dtype, tile=tile, interpret=interpret)
-    operands = *tiles, rows, index, matrices.gate_up
-    activated = run(_gate_up_kernel, GATE_UP, grid, operands, (bound, width))
-    results = run(_down_kernel, DOWN, grid, (*tiles, activated, matrices.down), (bound, hidden))
+    operands = *tiles, rows, index, matrices.gate_up, matrices.gate_up_bias
+    kernel = functools.partial(_gate_up_kernel, activation=matrices.activation)
+    activated = run(kernel, GATE_UP, grid, operands, (bound, width))
+    operands = *tiles, activated, matrices.down, matrices.down_bias
+    results = run(_down_kernel, DOWN, grid, operands, (bound, hidden))
     sums = functools.partial(_run, dtype=rows.dtype, tile=SMALLEST_TILE, interpret=interpret)
     grid = -(-num_rows // SMALLEST_TILE)
     return sums(_sum_kernel, SUM, grid, (results, place, weights), (num_rows, hidden))
@@ -106,21 +105,28 @@ def _tiles(group_sizes: jax.Array, tile: int, bound: int) -> tuple[jax.Array, ..
 
 
 def _run(kernel, name, num_tiles, operands, shape, *, dtype, tile, interpret):
-    """Run a kernel over tiles of rows and blocks of columns of a result of `shape`."""
+    """Run a kernel over tiles of rows and blocks of columns of a result of `shape`.
+
+    Of the operands a bias that is None is left out.
+    """
+    block = next(size for size in BLOCK_COLUMNS if shape[1] % size == 0)
     warps = 8 if tile * jnp.dtype(dtype).itemsize > TILE_BYTES // 2 else 4
     return pl.pallas_call(
-        functools.partial(kernel, tile=tile),
+        functools.partial(kernel, tile=tile, block=block),
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
         # Tiles of an expert are neighbours in the grid: they share its weights in the L2 cache.
-        grid=(num_tiles, shape[1] // BLOCK_COLUMNS),
+        grid=(num_tiles, shape[1] // block),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=3),
         interpret=interpret,
         name=name,
-    )(*operands)
+    )(*(operand for operand in operands if operand is not None))
 
 
-def _gate_up_kernel(group, first, stop, rows, index, weights, out, *, tile):
-    start, end, expert, columns, row, live = _program(group, first, stop, tile)
+def _gate_up_kernel(
+    group, first, stop, rows, index, weights, *bias_and_out, tile, block, activation
+):  # fmt: skip
+    *bias, out = bias_and_out
+    start, end, expert, columns, row, live = _program(group, first, stop, tile, block)
     width = weights.shape[2] // 2
 
     @pl.when(start < end)
@@ -129,38 +135,45 @@ def _gate_up_kernel(group, first, stop, rows, index, weights, out, *, tile):
 
         def add(step, sums):
             x, inner = _load(rows, source, step, live)
-            gate = weights[expert, inner, pl.ds(columns, BLOCK_COLUMNS)]
-            up = weights[expert, inner, pl.ds(width + columns, BLOCK_COLUMNS)]
+            gate = weights[expert, inner, pl.ds(columns, block)]
+            up = weights[expert, inner, pl.ds(width + columns, block)]
             return sums[0] + _dot(x, gate), sums[1] + _dot(x, up)
 
-        zero = jnp.zeros((tile, BLOCK_COLUMNS), jnp.float32)
-        gate, up = jax.lax.fori_loop(0, _steps(rows), add, (zero, zero))
-        value = (gate * jax.nn.sigmoid(gate) * up).astype(out.dtype)
-        _store(out, row, columns, value, live)
+        starts = (
+            _first_sum(bias, expert, column, (tile, block)) for column in (columns, width + columns)
+        )
+        gate, up = jax.lax.fori_loop(0, _steps(rows), add, tuple(starts))
+        _store(out, row, columns, activation(gate, up), live)
 
 
-def _down_kernel(group, first, stop, rows, weights, out, *, tile):
-    start, end, expert, columns, row, live = _program(group, first, stop, tile)
+def _down_kernel(group, first, stop, rows, weights, *bias_and_out, tile, block):
+    *bias, out = bias_and_out
+    start, end, expert, columns, row, live = _program(group, first, stop, tile, block)
 
     @pl.when(start < end)
     def _():
         def add(step, total):
             x, inner = _load(rows, row, step, live)
-            return total + _dot(x, weights[expert, inner, pl.ds(columns, BLOCK_COLUMNS)])
+            return total + _dot(x, weights[expert, inner, pl.ds(columns, block)])
 
-        zero = jnp.zeros((tile, BLOCK_COLUMNS), jnp.float32)
-        total = jax.lax.fori_loop(0, _steps(rows), add, zero)
-        value = total.astype(out.dtype)
-        _store(out, row, columns, value, live)
+        total = _first_sum(bias, expert, columns, (tile, block))
+        _store(out, row, columns, jax.lax.fori_loop(0, _steps(rows), add, total), live)
 
 
-def _sum_kernel(results, place, weights, out, *, tile):
+def _first_sum(bias, expert, columns, shape):
+    """Where the sums of products begin: at the bias, if there is one."""
+    if not bias:
+        return jnp.zeros(shape, jnp.float32)
+    return jnp.broadcast_to(bias[0][expert, pl.ds(columns, shape[1])].astype(jnp.float32), shape)
+
+
+def _sum_kernel(results, place, weights, out, *, tile, block):
     num_rows, top_k = place.shape
     row = pl.program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
-    columns = pl.program_id(1) * BLOCK_COLUMNS
-    column = (columns + jnp.arange(BLOCK_COLUMNS, dtype=jnp.int32))[None, :]
+    columns = pl.program_id(1) * block
+    column = (columns + jnp.arange(block, dtype=jnp.int32))[None, :]
     inside = row < num_rows
-    total = jnp.zeros((tile, BLOCK_COLUMNS), jnp.float32)
+    total = jnp.zeros((tile, block), jnp.float32)
     for choice in range(top_k):
         source = plgpu.load(place.at[row, choice], mask=inside, other=0)
         live = inside & (source < results.shape[0])
@@ -172,7 +185,7 @@ def _sum_kernel(results, place, weights, out, *, tile):
             other=jnp.zeros((), results.dtype),
         )
         total += weight.astype(jnp.float32)[:, None] * value.astype(jnp.float32)
-    _store(out, row, columns, total.astype(out.dtype), inside)
+    _store(out, row, columns, total, inside)
 
 
 def _dot(x, weights):
@@ -196,16 +209,17 @@ def _steps(ref):
 
 
 def _store(ref, row, columns, value, live):
-    column = columns + jnp.arange(BLOCK_COLUMNS, dtype=jnp.int32)
+    column = columns + jnp.arange(value.shape[1], dtype=jnp.int32)
+    value = value.astype(ref.dtype)
     plgpu.store(ref.at[row[:, None], column[None, :]], value, mask=live[:, None])
 
 
-def _program(group, first, stop, tile):
+def _program(group, first, stop, tile, block):
     """What a program of the grid works on."""
     number = pl.program_id(0)
     start, end = first[number], stop[number]
     row = start + jnp.arange(tile, dtype=jnp.int32)
-    return start, end, group[number], pl.program_id(1) * BLOCK_COLUMNS, row, row < end
+    return start, end, group[number], pl.program_id(1) * block, row, row < end
 
 
 def expected_work(

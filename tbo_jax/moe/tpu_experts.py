@@ -77,14 +77,15 @@ def apply_experts(
         visits = visits._replace(group=matrices.place(visits.group))
         columns = _columns(hidden, width)
         taken = rows[jnp.minimum(choice // top_k, num_rows - 1)]
+        kernel = functools.partial(_gate_up_kernel, activation=matrices.activation)
         activated = run(
-            _gate_up_kernel, GATE_UP, visits, (taken, gate_up, gate_up), width, columns,
-            dtype=rows.dtype, first_columns=(0, width // columns),
+            kernel, GATE_UP, visits, taken, gate_up, matrices.gate_up_bias, width, columns,
+            first_columns=(0, width // columns),
         )  # fmt: skip
-        columns = _columns(width, hidden)
         results = run(
-            _down_kernel, DOWN, visits, (activated, down), hidden, columns, dtype=rows.dtype
-        )
+            _down_kernel, DOWN, visits, activated, down, matrices.down_bias, hidden,
+            _columns(width, hidden),
+        )  # fmt: skip
         # In the order of their rows, so that those of a tile of rows are neighbours.
         choice, place, scale = jax.lax.sort((choice, place, scale), num_keys=1, is_stable=False)
         tile_end = (jnp.arange(row_tiles, dtype=jnp.int32) + 1) * (ROW_TILE * top_k)
@@ -172,25 +173,29 @@ def _visit(ends: jax.Array, size: int, empty: bool = False) -> _Visits:
 
 
 def _run(
-    kernel, name, visits, operands, columns, block, *, dtype, interpret, first_columns=(0,)
+    kernel, name, visits, lhs, weights, bias, columns, block, *, interpret, first_columns=(0,)
 ):  # fmt: skip
-    """A product of rows [C, I] with weights [E, I, columns], each from its own first block."""
-    lhs = operands[0]
-    inner = lhs.shape[1]
+    """Rows [C, I] with weights [G, I, ...] and a bias [G, ...] or None -> [C, columns].
 
-    def weight_spec(begin: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, inner, block), lambda n, v, group, *_: (group[v], 0, begin + n))
+    The kernel gets of both the columns from each of the `first_columns` on, counted in blocks.
+    """
+    inner = lhs.shape[1]
+    stacks = [weights] if bias is None else [weights, bias[:, None]]
+
+    def spec(stack: jax.Array, begin: int) -> pl.BlockSpec:
+        shape = (None, stack.shape[1], block)
+        return pl.BlockSpec(shape, lambda n, v, group, *_: (group[v], 0, begin + n))
 
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((lhs.shape[0], columns), dtype),
+        out_shape=jax.ShapeDtypeStruct((lhs.shape[0], columns), lhs.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             # The visits of an expert are neighbours in the grid: its weights stay where they are.
             grid=(columns // block, visits.total),
             in_specs=[
                 pl.BlockSpec((ROW_TILE, inner), lambda n, v, group, tile, *_: (tile[v], 0)),
-                *map(weight_spec, first_columns),
+                *(spec(stack, begin) for stack in stacks for begin in first_columns),
             ],
             out_specs=pl.BlockSpec((ROW_TILE, block), lambda n, v, group, tile, *_: (tile[v], n)),
         ),
@@ -199,7 +204,7 @@ def _run(
         ),
         interpret=interpret,
         name=name,
-    )(*visits[:4], *operands)
+    )(*visits[:4], lhs, *(stack for stack in stacks for _ in first_columns))
 
 
 def _dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -219,14 +224,22 @@ def _store(out, value, tile, start, stop):
     out[...] = jnp.where(mine, value, out[...].astype(jnp.float32)).astype(out.dtype)
 
 
-def _gate_up_kernel(group, tile, start, stop, rows, gate, up, out):
-    x = rows[...]
-    gated = _dot(x, gate[...])
-    _store(out, gated * jax.nn.sigmoid(gated) * _dot(x, up[...]), tile, start, stop)
+def _gate_up_kernel(group, tile, start, stop, rows, gate, up, *biases_and_out, activation):
+    *biases, out = biases_and_out
+    sums = [_dot(rows[...], weights[...]) for weights in (gate, up)]
+    _store(out, activation(*_biased(sums, biases)), tile, start, stop)
 
 
-def _down_kernel(group, tile, start, stop, rows, weights, out):
-    _store(out, _dot(rows[...], weights[...]), tile, start, stop)
+def _down_kernel(group, tile, start, stop, rows, weights, *bias_and_out):
+    *bias, out = bias_and_out
+    (value,) = _biased([_dot(rows[...], weights[...])], bias)
+    _store(out, value, tile, start, stop)
+
+
+def _biased(sums, biases):
+    if not biases:
+        return sums
+    return [value + bias[...].astype(jnp.float32) for value, bias in zip(sums, biases, strict=True)]
 
 
 def _add_up(visits, row, scale, results, sums, interpret):

@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tbo_jax.moe import gpu_experts
+from tbo_jax.moe.activation import SwiGlu
 from tbo_jax.moe.expert_weights import ExpertWeights
 from tests.gpu_lowering import lower_for_gpu
-from tests.moe.stacks import between_others
+from tests.moe.stacks import CLAMPED, between_others, one_by_one
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}  # of the largest element
 
@@ -31,12 +32,14 @@ class Shape:
     hidden: int = 128
     width: int = 128
     dtype: Any = np.float32
+    biased: bool = False  # and clamped
 
     def operands(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of rows, weights of the choices, gate and up, down."""
+        """Shapes of rows, weights of the choices, gate and up, down, and of the biases."""
         hidden, width, experts = self.hidden, self.width, self.experts
         gate_up, down = (experts, hidden, 2 * width), (experts, width, hidden)
-        return (self.rows, hidden), (self.rows, self.top_k), gate_up, down
+        biases = ((experts, 2 * width), (experts, hidden)) if self.biased else ()
+        return (self.rows, hidden), (self.rows, self.top_k), gate_up, down, *biases
 
 
 SHAPES = {
@@ -44,6 +47,8 @@ SHAPES = {
     "more choices than experts": Shape(20, 4, 2, width=256),
     "large tiles": Shape(150, 2, 2),
     "bfloat16": Shape(40, 2, 4, hidden=256, dtype=jnp.bfloat16),
+    "biased, narrow blocks": Shape(30, 2, 4, hidden=192, width=64, biased=True),
+    "biased, bfloat16": Shape(30, 2, 4, dtype=jnp.bfloat16, biased=True),
 }
 
 
@@ -54,8 +59,9 @@ def compiled(shape: Shape) -> Any:
     )
     ids = jax.ShapeDtypeStruct((shape.rows, shape.top_k), jnp.int32)
 
-    def apply(rows, ids, weights, gate_up, down):
-        matrices = between_others(gate_up, down)
+    def apply(rows, ids, weights, *arrays):
+        activation = CLAMPED if shape.biased else SwiGlu()
+        matrices = between_others(*arrays, activation=activation)
         return gpu_experts.apply_experts(rows, ids, weights, matrices, interpret=True)
 
     lowered = jax.jit(apply).lower(rows, ids, weights, *matrices)
@@ -78,8 +84,8 @@ def choices(shape: Shape, seed: int, skew: float, outside: float) -> np.ndarray:
 def draw(shape: Shape, ids: np.ndarray, seed: int) -> list[np.ndarray]:
     """Rows, ids, weights, gate and up, down; NaN in all that nobody owns."""
     rng = np.random.default_rng(seed)
-    scales = 1, 1, shape.hidden**-0.5, shape.width**-0.5
-    rows, weights, gate_up, down = (
+    scales = 1, 1, shape.hidden**-0.5, shape.width**-0.5, 1, 1
+    rows, weights, *arrays = (
         (rng.normal(size=axes) * scale).astype(shape.dtype)
         for axes, scale in zip(shape.operands(), scales)
     )
@@ -87,25 +93,15 @@ def draw(shape: Shape, ids: np.ndarray, seed: int) -> list[np.ndarray]:
     rows[~here.any(1)] = np.nan
     weights[~here] = np.nan
     idle = ~np.isin(np.arange(shape.experts), ids)
-    gate_up[idle], down[idle] = np.nan, np.nan
-    return [rows, ids, weights, gate_up, down]
-
-
-def reference(rows, ids, weights, gate_up, down) -> np.ndarray:
-    """[M, D] float32, choice by choice."""
-    rows, weights, gate_up, down = (x.astype(np.float32) for x in (rows, weights, gate_up, down))
-    out = np.zeros_like(rows)
-    for row, choice in np.argwhere((ids >= 0) & (ids < len(down))):
-        expert = ids[row, choice]
-        gate, up = np.split(rows[row] @ gate_up[expert], 2)
-        out[row] += weights[row, choice] * (gate / (1 + np.exp(-gate)) * up @ down[expert])
-    return out
+    for array in arrays:
+        array[idle] = np.nan
+    return [rows, ids, weights, *arrays]
 
 
 def check(shape: Shape, operands: list[np.ndarray]) -> None:
     out = compiled(shape)(*operands)
     assert out.dtype == shape.dtype
-    expected = reference(*operands)
+    expected = one_by_one(*operands)
     tolerance = TOLERANCE[out.dtype.name]
     found = np.asarray(out).astype(np.float32)
     np.testing.assert_allclose(found, expected, atol=tolerance * (1 + abs(expected).max()))
@@ -189,8 +185,9 @@ def test_choices_are_sorted_by_expert(seed: int, skew: float, outside: float) ->
     ("hidden", "width", "reason"),
     [
         (2048, 768, None),
-        (2880, 768, "hidden size 2880 is no multiple of 128"),
-        (128, 16, "expert width 16 is no multiple of 128"),
+        (2880, 2880, None),
+        (2000, 768, "hidden size 2000 is no multiple of 64"),
+        (128, 16, "expert width 16 is no multiple of 64"),
     ],
 )
 def test_unsupported(hidden: int, width: int, reason: str | None) -> None:
@@ -201,7 +198,9 @@ def test_unsupported(hidden: int, width: int, reason: str | None) -> None:
 @pytest.mark.parametrize("rows", [1, 64, 700, 5000])
 def test_lowers_for_a_gpu(rows: int, dtype: Any) -> None:
     """Triton takes the shapes of all blocks, for every size of a tile."""
-    shape = Shape(rows, 6, 12, hidden=384, width=640, dtype=dtype)
-    operands, weights, *matrices = (jax.ShapeDtypeStruct(axes, dtype) for axes in shape.operands())
-    ids = jax.ShapeDtypeStruct((rows, shape.top_k), jnp.int32)
-    lower_for_gpu(gpu_experts.apply_experts, (operands, ids, weights, ExpertWeights(*matrices)))
+    for biased, hidden in ((False, 384), (True, 320)):
+        shape = Shape(rows, 6, 12, hidden=hidden, width=640, dtype=dtype, biased=biased)
+        x, weights, *arrays = (jax.ShapeDtypeStruct(axes, dtype) for axes in shape.operands())
+        ids = jax.ShapeDtypeStruct((rows, shape.top_k), jnp.int32)
+        matrices = ExpertWeights(*arrays, activation=CLAMPED if biased else SwiGlu())
+        lower_for_gpu(gpu_experts.apply_experts, (x, ids, weights, matrices))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.moe.experts import apply_experts
 from tbo_jax.moe.grouped_matmul import BLOCK_ROWS, for_each_block, grouped_matmul
-from tests.moe.stacks import between_others
+from tests.moe.stacks import CLAMPED, between_others, one_by_one
 
 ROWS, GROUPS, DEPTH, WIDTH = 600, 8, 5, 3
 
@@ -185,11 +185,7 @@ def test_experts_of_other_devices_add_nothing(top_k: int) -> None:
     gate_up = rng.normal(size=(2, depth, 2 * width)).astype(np.float32)
     down = rng.normal(size=(2, width, depth)).astype(np.float32)
     ids = np.array([rng.permutation([-1, 0, 1, 2, 5])[:top_k] for _ in range(rows)], np.int32)
-    expected = np.zeros_like(hidden)
-    for row, choice in np.argwhere((ids >= 0) & (ids < 2)):
-        gate, up = np.split(hidden[row] @ gate_up[ids[row, choice]], 2)
-        out = gate / (1 + np.exp(-gate)) * up @ down[ids[row, choice]]
-        expected[row] += weights[row, choice] * out
+    expected = one_by_one(hidden, ids, weights, gate_up, down)
     found = jax.jit(apply_experts)(hidden, ids, weights, ExpertWeights(gate_up, down))
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -226,3 +222,45 @@ def test_experts_among_those_of_all_layers() -> None:
         return jax.jit(grad)(hidden, gate_up, down)
 
     jax.tree.map(np.testing.assert_array_equal, run(between_others), run(ExpertWeights))
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_biased_and_clamped_experts(top_k: int) -> None:
+    """Result and gradients against all experts applied to all rows; ids 3 and 4 are elsewhere."""
+    rng = np.random.default_rng(top_k)
+    rows, depth, width, experts = 40, 4, 3, 3
+    ids = np.array([rng.permutation(experts + 2)[:top_k] for _ in range(rows)], np.int32)
+    hidden, weights, *arrays = (
+        rng.normal(size=shape).astype(np.float32)
+        for shape in [
+            (rows, depth), (rows, top_k), (experts, depth, 2 * width), (experts, width, depth),
+            (experts, 2 * width), (experts, depth),
+        ]
+    )  # fmt: skip
+
+    def dense(hidden, weights, gate_up, down, gate_up_bias, down_bias):
+        both = jnp.einsum("md,edf->mef", hidden, gate_up) + gate_up_bias
+        gate, up = jnp.split(both, 2, axis=-1)
+        inner = CLAMPED(gate, up)
+        out = jnp.einsum("mef,efd->med", inner, down) + down_bias
+        taken = (ids[..., None] == np.arange(experts)).astype(np.float32)
+        share = jnp.sum(weights[..., None] * taken, axis=1)
+        return jnp.einsum("med,me->md", out, share)
+
+    def ours(hidden, weights, *arrays):
+        matrices = between_others(*arrays, activation=CLAMPED)
+        return apply_experts(hidden, ids, weights, matrices)
+
+    def run(function):
+        def loss(*operands):
+            out = function(*operands)
+            return jnp.sum(jnp.sin(out)), out
+
+        grad = jax.grad(loss, argnums=tuple(range(2 + len(arrays))), has_aux=True)
+        return jax.jit(grad)(hidden, weights, *arrays)
+
+    (found, out), (expected, _) = run(ours), run(dense)
+    np.testing.assert_allclose(out, one_by_one(hidden, ids, weights, *arrays), atol=1e-5)
+    for one, other in zip(found, expected, strict=True):
+        assert np.abs(other).max() > 0.1
+        np.testing.assert_allclose(one, other, atol=1e-5)

@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tbo_jax.moe import tpu_experts
-from tests.moe.stacks import between_others
+from tbo_jax.moe.activation import SwiGlu
+from tests.moe.stacks import CLAMPED, between_others, one_by_one
 
 HIDDEN, WIDTH = 128, 256
 # Rows, choices of each, experts here. The second takes three turns of the loop if all are here.
@@ -21,12 +22,12 @@ SHAPES = {"more experts than rows": (5, 3, 16), "several tiles": (150, 4, 4)}
 
 
 @cache
-def compiled(shape: tuple[int, int, int]) -> Any:
+def compiled(shape: tuple[int, int, int], biased: bool = False) -> Any:
     rows, top_k, experts = shape
     bf16 = jnp.bfloat16
 
-    def apply(rows, ids, weights, gate_up, down):
-        matrices = between_others(gate_up, down)
+    def apply(rows, ids, weights, *arrays):
+        matrices = between_others(*arrays, activation=CLAMPED if biased else SwiGlu())
         return tpu_experts.apply_experts(rows, ids, weights, matrices, interpret=True)
 
     lowered = jax.jit(apply).lower(
@@ -35,12 +36,18 @@ def compiled(shape: tuple[int, int, int]) -> Any:
         jax.ShapeDtypeStruct((rows, top_k), bf16),
         jax.ShapeDtypeStruct((experts, HIDDEN, 2 * WIDTH), bf16),
         jax.ShapeDtypeStruct((experts, WIDTH, HIDDEN), bf16),
+        *(jax.ShapeDtypeStruct((experts, n), bf16) for n in (2 * WIDTH, HIDDEN) if biased),
     )
     return lowered.compile({"xla_backend_optimization_level": "0"})
 
 
-def draw(shape: tuple[int, int, int], seed: int, here: float, skew: float) -> list[np.ndarray]:
-    """Rows, ids, weights, gate and up, down; `here` is the share of choices of this device."""
+def draw(
+    shape: tuple[int, int, int], seed: int, here: float, skew: float, biased: bool = False
+) -> list[np.ndarray]:
+    """Rows, ids, weights, gate and up, down, and the biases.
+
+    `here` is the share of choices of this device.
+    """
     rng = np.random.default_rng(seed)
     rows, top_k, experts = shape
     order = rng.gumbel(size=(rows, experts)) + skew * np.arange(experts)
@@ -53,21 +60,10 @@ def draw(shape: tuple[int, int, int], seed: int, here: float, skew: float) -> li
         weights,
         rng.normal(size=(experts, HIDDEN, 2 * WIDTH)) * HIDDEN**-0.5,
         rng.normal(size=(experts, WIDTH, HIDDEN)) * WIDTH**-0.5,
+        *(rng.normal(size=(experts, n)) for n in (2 * WIDTH, HIDDEN) if biased),
     )
-    hidden, weights, gate_up, down = (a.astype(jnp.bfloat16) for a in operands)
-    return [hidden, ids, weights, gate_up, down]
-
-
-def reference(hidden, ids, weights, gate_up, down) -> np.ndarray:
-    hidden, weights, gate_up, down = (
-        a.astype(np.float32) for a in (hidden, weights, gate_up, down)
-    )
-    out = np.zeros_like(hidden)
-    for row, choice in np.argwhere((ids >= 0) & (ids < len(down))):
-        gate, up = np.split(hidden[row] @ gate_up[ids[row, choice]], 2)
-        result = gate / (1 + np.exp(-gate)) * up @ down[ids[row, choice]]
-        out[row] += weights[row, choice] * result
-    return out
+    hidden, weights, *arrays = (a.astype(jnp.bfloat16) for a in operands)
+    return [hidden, ids, weights, *arrays]
 
 
 def check(found: jax.Array, expected: np.ndarray) -> None:
@@ -76,23 +72,30 @@ def check(found: jax.Array, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found.astype(np.float32), expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize(
+    ("shape", "biased"),
+    [
+        pytest.param(shape, biased, id=f"{name}, biased" if biased else name)
+        for name, shape in SHAPES.items()
+        for biased in (False, True)
+    ],
+)
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 99), st.sampled_from([0.0, 0.2, 1.0]), st.sampled_from([0.0, 9.0]))
 @example(0, 1.0, 0.0)
 @example(1, 0.0, 0.0)
 def test_equal_one_expert_after_another(
-    shape: tuple[int, int, int], seed: int, here: float, skew: float
+    shape: tuple[int, int, int], biased: bool, seed: int, here: float, skew: float
 ) -> None:
-    operands = draw(shape, seed, here, skew)
-    check(compiled(shape)(*operands), reference(*operands))
+    operands = draw(shape, seed, here, skew, biased)
+    check(compiled(shape, biased)(*operands), one_by_one(*operands))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_broken_row_breaks_no_other(value: float) -> None:
     shape = SHAPES["several tiles"]
     operands = draw(shape, 3, 1.0, 0.0)
-    expected = reference(*operands)
+    expected = one_by_one(*operands)
     operands[0][140] = value
     found = compiled(shape)(*operands)
     assert np.isnan(found[140].astype(np.float32)).all()
