@@ -129,8 +129,14 @@ ON_TPU = Kernels(
             ("TPU kernel for experts is not used: hidden",),
         ),
         (dict(dtype=jnp.float32), Kernels(), Kernels(), ("attention", "experts")),
+        (
+            dict(attention_sinks=True),
+            Kernels(),
+            ON_TPU,
+            ("TPU kernel for attention is not used: it takes no sinks",),
+        ),
     ],
-    ids=["taken", "heads", "hidden size", "float32"],
+    ids=["taken", "heads", "hidden size", "float32", "sinks"],
 )
 def test_on_tpu(
     sizes: dict[str, Any], attention: Kernels, moe: Kernels, reasons: tuple[str, ...], caplog: Any

@@ -29,8 +29,8 @@ class Attention(Protocol):
         cache,
         *,
         scale: float,
-        sliding_window: int | None,
-        sinks: jax.Array | None,
+        sliding_window: int | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """[T, N, H], [T, G, H], [T, G, V], cache -> [T, N, V], cache.
 
