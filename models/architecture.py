@@ -16,13 +16,20 @@ class ExpertTensors:
     `{e}` stands for the number of the expert. The checkpoint keeps each projection as [out, in].
     The defaults are the names that most families share; what a configuration has no use for is not
     looked for.
+
+    With `fused`, a tensor holds all E experts: `gate_up` [E, D, 2F] with the columns of gate and up
+    taking turns, `down` [E, F, D], and the biases [E, 2F] and [E, D]; `gate` and `up` are not used.
     """
 
-    router: str = "mlp.gate.weight"
+    router: str = "mlp.gate.weight"  # its bias: the same, with "bias" at the end
     gate: str = "mlp.experts.{e}.gate_proj.weight"
     up: str = "mlp.experts.{e}.up_proj.weight"
     down: str = "mlp.experts.{e}.down_proj.weight"
-    router_bias: str = "mlp.gate.e_score_correction_bias"
+    fused: bool = False
+    gate_up: str = "mlp.experts.gate_up_proj"
+    gate_up_bias: str = "mlp.experts.gate_up_proj_bias"
+    down_bias: str = "mlp.experts.down_proj_bias"
+    router_bias: str = "mlp.gate.e_score_correction_bias"  # added to its scores
     router_bias_rank: int = 1  # 2: [1, E] in the checkpoint
     shared: str = "mlp.shared_experts"  # module of the shared experts
     shared_gate: str = "mlp.shared_expert_gate.weight"

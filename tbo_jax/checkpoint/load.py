@@ -170,7 +170,29 @@ def _read_source(
     place = tuple(slice(a - b[0], z - b[0]) for (a, z), b in zip(inner, bounds[lead:], strict=True))
     index = tuple(slice(a - o, z - o) for (a, z), o in zip(inner, offsets, strict=True))
     part = target[place][(None,) * source.leading]
-    weights.read_into(source.name, part, source.part(index), transpose=source.transpose)
+    if source.alternating:
+        _read_alternating(weights, source, part, index)
+    else:
+        weights.read_into(source.name, part, source.part(index), transpose=source.transpose)
+
+
+def _read_alternating(
+    weights: WeightFormat, source: Source, out: np.ndarray, index: tuple[slice, ...]
+) -> None:
+    """The part `index` of a parameter whose columns alternate in the file, an expert at a time."""
+    experts, *inner, columns = index
+    half = source.shape[-1] // 2
+    for number, entry in enumerate(range(experts.start, experts.stop)):
+        taken = (slice(entry, entry + 1), *inner)
+        whole = np.empty((1, *out.shape[1:-1], 2 * half), out.dtype)
+        weights.read_into(source.name, whole, (*taken, slice(0, 2 * half)))
+        for turn, first in enumerate((0, half)):
+            start, stop = max(columns.start, first), min(columns.stop, first + half)
+            if start < stop:
+                place = slice(start - columns.start, stop - columns.start)
+                out[number, ..., place] = whole[
+                    0, ..., 2 * (start - first) + turn : 2 * (stop - first) : 2
+                ]
 
 
 def _check_tensors(

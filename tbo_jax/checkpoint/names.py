@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.models.architecture import Architecture
 
-_LEAVES = {"weight": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
+_LEAVES = {"scale": "weight", "embedding": "weight"}  # named otherwise by Flax
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Source:
     The place is `parameter[*at]`, then from column `column` on along the last dimension. With
     `transpose` the checkpoint keeps a matrix the other way round, [out, in]. It may keep the weight
     with `leading` more dimensions of one entry in front, or as the rows from `row` on of one that
-    has `of_rows` rows.
+    has `of_rows` rows. Where `alternating`, column j of the first half of the parameter's last
+    dimension is column 2j in the checkpoint, and of the second 2j + 1.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Source:
     leading: int = 0
     row: int = 0
     of_rows: int | None = None
+    alternating: bool = False
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -82,11 +84,20 @@ def _layer(
     elif path[1] == "gate" and path[2] == "correction_bias":
         yield Source(prefix + names.router_bias, shape, at, leading=names.router_bias_rank - 1)
     elif path[1] == "gate":
-        yield Source(prefix + names.router, shape, at)
+        yield Source(prefix + names.router.removesuffix("weight") + str(path[2]), shape, at)
     elif path[1] == "shared_experts":
         yield _plain(path[2:], shape, f"{prefix}{names.shared}.", at)
     elif path[1] == "shared_expert_gate":
         yield Source(prefix + names.shared_gate, shape, at)
+    elif names.fused:
+        name = {
+            "gate_up_proj": names.gate_up,
+            "gate_up_bias": names.gate_up_bias,
+            "down_proj": names.down,
+            "down_bias": names.down_bias,
+        }[str(path[1])]
+        alternating = name in (names.gate_up, names.gate_up_bias)
+        yield Source(prefix + name, shape, at, alternating=alternating)
     elif path[1] == "gate_up_proj":
         num_experts, hidden, width = shape[0], shape[1], shape[2] // 2
         for e in range(num_experts):
@@ -119,5 +130,5 @@ def _plain(
 ) -> Source:
     """A parameter that is one tensor, under the names of the modules that lead to it."""
     *modules, leaf = map(str, path)
-    name = prefix + ".".join([*modules, _LEAVES[leaf]])
+    name = prefix + ".".join([*modules, _LEAVES.get(leaf, leaf)])
     return Source(name, shape, at)

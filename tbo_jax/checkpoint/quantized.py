@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from tbo_jax.checkpoint.mxfp4 import Mxfp4Weights
 from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder, assign
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -145,7 +146,9 @@ def find_format(tensors: TensorFolder, quantization: object) -> WeightFormat:
             allowed = ", ".join(repr(a) for a in accepted if a is not None)
             raise CheckpointError(f"{where}: {key}={value!r} is not supported, expected {allowed}")
 
-    expect("quant_method", "fp8")
+    expect("quant_method", "fp8", "mxfp4")
+    if quantization["quant_method"] == "mxfp4":
+        return Mxfp4Weights(tensors)
     expect("fmt", "e4m3", None)
     expect("activation_scheme", "dynamic", None)  # another adds tensors for the activations
     block = quantization.get("weight_block_size")

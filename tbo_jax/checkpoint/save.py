@@ -34,11 +34,14 @@ def save_model(model: CausalLM, config: Mapping[str, Any], folder: Path, dtype: 
         for source in parameter_sources(path, value.shape, parsed, architecture):
             part = value[source.at]
             part = part[..., source.column : source.column + source.shape[-1]]
+            if source.alternating:
+                part = np.stack(np.split(part, 2, axis=-1), axis=-1).reshape(part.shape)
             whole = source.part(tuple(slice(0, n) for n in source.shape))
             if source.name not in tensors:
                 tensors[source.name] = np.empty(source.tensor_shape, dtype)
             tensors[source.name][whole] = part.T if source.transpose else part
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    text = json.dumps({**config, "torch_dtype": np.dtype(dtype).name}, indent=2)
+    written = {key: value for key, value in config.items() if key != "quantization_config"}
+    text = json.dumps({**written, "torch_dtype": np.dtype(dtype).name}, indent=2)
     (folder / "config.json").write_text(text + "\n", "utf-8")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -164,6 +166,9 @@ def test_only_the_prediction_layers_are_passed_over(tmp_path, case, passed_over,
         ("qwen2_moe", "model.layers.0.mlp.shared_expert.up_proj.weight", [40, 48]),
         ("qwen2_moe", "model.layers.1.mlp.shared_expert_gate.weight", [1, 48]),
         ("deepseek_v3", "model.layers.2.self_attn.kv_b_proj.weight", [112, 32]),
+        ("gpt_oss", "model.layers.1.self_attn.sinks", [6]),
+        ("gpt_oss", "model.layers.1.mlp.router.bias", [8]),
+        ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj_bias", [8, 64]),
     ],
 )
 def test_tensors_beside_the_experts_are_checked(tmp_path, case, name, shape):
@@ -201,6 +206,16 @@ def test_each_device_holds_its_share_of_the_experts(scanned):
     np.testing.assert_array_equal(weight[0] if scanned else weight, first)
 
 
+def test_scanned_experts_keep_their_biases(tmp_path):
+    folder = copy_case("gpt_oss", tmp_path)
+    change_config(folder, layer_types=["full_attention"] * 2)
+    scanned = load_model(folder, mesh=make_mesh(1), dtype=jnp.float32, scanned=True)
+    for index, layer in enumerate(load(folder).layers):
+        one, other = scanned.layers[index].mlp._matrices(), layer.mlp._matrices()
+        assert one.gate_up_bias.shape == (16, 64)  # read in place
+        jax.tree.map(np.testing.assert_array_equal, one.sliced(), replace(other, count=8))
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -211,6 +226,7 @@ def test_each_device_holds_its_share_of_the_experts(scanned):
         "glm4_moe",
         "ernie4_5_moe",
         "deepseek_v3",
+        "gpt_oss",
     ],
 )
 def test_saved_model_has_the_same_tensors(tmp_path, name):

@@ -38,6 +38,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 DATA = Path(__file__).parent / "data"
 VOCAB = 160
@@ -133,6 +134,19 @@ DEEPSEEK_V3 = COMMON | dict(
     first_k_dense_replace=1, n_group=4, topk_group=2, norm_topk_prob=True,
     routed_scaling_factor=2.5, num_nextn_predict_layers=1,
 )  # fmt: skip
+# 6 heads of 16 beside a hidden size of 64. The window is shorter than most sequences, and the limit
+# low enough to be reached.
+GPT_OSS = COMMON | dict(
+    model_type="gpt_oss", architectures=["GptOssForCausalLM"], head_dim=16, num_attention_heads=6,
+    intermediate_size=32, num_local_experts=8, num_experts_per_tok=3, sliding_window=8,
+    attention_bias=True, swiglu_limit=1.5, rope_theta=150000.0, output_router_logits=False,
+    router_aux_loss_coef=0.02,
+    rope_scaling=dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=8.0,
+        beta_slow=0.5, truncate=False,
+    ),
+)  # fmt: skip
+WINDOW_LAST = ["full_attention", "sliding_attention"]  # the other way round than by default
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
@@ -164,6 +178,7 @@ class Case:
     style: int = 4
     image_grids: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # of each sequence with images
     block: tuple[int, int] | None = None  # projections in float8 with a factor for each such block
+    mxfp4: bool = False  # experts in that format
 
 
 NO_SCALING = dict(rope_scaling=None)
@@ -190,6 +205,10 @@ CASES = {
         image_grids=(((1, 3, 4),), ((2, 2, 2), (1, 2, 5)), ((1, 5, 5),)),
     ),
     "ernie4_5": Case(ERNIE4_5, style=5, spread=0.25),
+    "gpt_oss": Case(GPT_OSS, dict(sliding_window=128)),
+    "gpt_oss_mxfp4": Case(
+        GPT_OSS | dict(layer_types=WINDOW_LAST), dict(swiglu_limit=7.0), style=5, mxfp4=True
+    ),
     "ernie4_5_moe": Case(ERNIE4_5_MOE, dict(rope_theta=10000.0), spread=0.25),
     "deepseek_v3": Case(DEEPSEEK_V3 | dict(rope_scaling=YARN_DEEPSEEK), dict(rope_scaling=YARN)),
     "deepseek_v3_fp8": Case(
@@ -223,21 +242,42 @@ def plain(config: dict[str, Any]) -> dict[str, str]:
 
 
 @torch.no_grad()
-def randomize(model: Any, generator: torch.Generator, case: Case) -> None:
-    """Random weights, rounded to the dtype that they are stored in."""
+def randomize(model: Any, generator: torch.Generator, case: Case) -> dict[str, torch.Tensor]:
+    """Random weights, rounded to the dtype that they are stored in.
+
+    Returns those that are stored in another form, by their names there.
+    """
+    packed: dict[str, torch.Tensor] = {}
     for name, weight in sorted([*model.named_parameters(), *correction_biases(model)]):
         noise = torch.randn(weight.shape, generator=generator)
+        if case.mxfp4 and name.endswith(("gate_up_proj", "down_proj")):
+            blocks, scales = draw_mxfp4(weight.shape, generator)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            weight.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            continue
         if "norm" in name:
             value = 1 + 0.25 * noise
         elif "correction_bias" in name:
             value = 0.1 * noise
-        elif name.endswith("bias") or name.endswith("mlp.gate.weight"):
+        elif name.endswith(("bias", "mlp.gate.weight", "mlp.router.weight")):
             value = 0.3 * noise
+        elif name.endswith("sinks"):
+            value = 1 + noise
         else:
             value = case.spread * noise
         if case.block and "_proj" in name:
             value = round_to_blocks(name, value, case.block)
         weight.copy_(value.to(case.dtype))
+    return packed
+
+
+def draw_mxfp4(shape: torch.Size, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks and scales, uint8, of a weight [E, in, out]."""
+    experts, fan_in, fan_out = shape
+    groups = experts, fan_out, fan_in // 32
+    blocks = torch.randint(0, 256, (*groups, 16), generator=generator)
+    scales = torch.randint(121, 125, groups, generator=generator)  # 2 ** -6 to 2 ** -3
+    return blocks.to(torch.uint8), scales.to(torch.uint8)
 
 
 def block_factors(rows: int, columns: int, block: tuple[int, int]) -> torch.Tensor:
@@ -393,11 +433,13 @@ def forward_images(
     return logits
 
 
-def compute(case: Case, name: str, seed: int) -> tuple[Any, dict[str, np.ndarray]]:
-    """The model of this seed and the arrays of golden.npz."""
+def compute(
+    case: Case, name: str, seed: int
+) -> tuple[Any, dict[str, torch.Tensor], dict[str, np.ndarray]]:
+    """The model of this seed, its weights in another form, and the arrays of golden.npz."""
     number = zlib.crc32(name.encode()) + seed
     model = build(case.config)
-    randomize(model, torch.Generator().manual_seed(number), case)
+    packed = randomize(model, torch.Generator().manual_seed(number), case)
     rng = np.random.default_rng(number)
     arrays: dict[str, np.ndarray] = {}
     for i, length in enumerate(LENGTHS):
@@ -415,11 +457,14 @@ def compute(case: Case, name: str, seed: int) -> tuple[Any, dict[str, np.ndarray
         arrays |= {f"image_tokens_{i}": tokens, f"image_positions_{i}": positions}
         arrays |= {f"image_embeds_{i}": embeds}
         arrays[f"image_logits_{i}"] = forward_images(model, tokens, positions, embeds)
-    return model, arrays
+    return model, packed, arrays
 
 
-def save(case: Case, model: Any, folder: Path) -> None:
-    """Write the checkpoint: per-expert tensors, and config.json in the style of the case."""
+def save(case: Case, model: Any, packed: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write the checkpoint as it is published: per-expert tensors, but for gpt-oss.
+
+    And config.json in the style of the case.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     # A copy, because the cast also rounds the rotary frequencies of the model.
     copy.deepcopy(model).to(case.dtype).save_pretrained(folder, max_shard_size=case.shard_size)
@@ -427,16 +472,27 @@ def save(case: Case, model: Any, folder: Path) -> None:
         with safe_open(file, "numpy") as tensors:
             names = [k for k in tensors.keys() if not k.startswith("visual.")]  # noqa: SIM118
             fused = [k for k in names if len(tensors.get_slice(k).get_shape()) > 2]
-        assert not fused, f"{file}: fused experts {fused}"
+        if case.config["model_type"] != "gpt_oss":
+            assert not fused, f"{file}: fused experts {fused}"
     if case.style == 4:
         config = case.config | dict(torch_dtype=str(case.dtype).removeprefix("torch."))
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if packed:
+        file = folder / "model.safetensors"
+        kept = {k: v for k, v in load_file(file).items() if f"{k}_blocks" not in packed}
+        save_file(kept | packed, file, {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = dict(quant_method="mxfp4")
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def check(case: Case, model: Any, arrays: dict[str, np.ndarray], folder: Path) -> str:
     """Reload the folder and compare; say how far the logits move without the option of the case."""
+    options: dict[str, Any] = plain(case.config)
+    if case.mxfp4:
+        options |= dict(quantization_config=transformers.Mxfp4Config(dequantize=True))
     auto = loader(case.config)
-    again = auto.from_pretrained(folder, dtype=torch.float32, **plain(case.config)).eval()
+    again = auto.from_pretrained(folder, dtype=torch.float32, **options).eval()
     for i in range(len(LENGTHS)):
         # Not bit for bit: torch's matrix product depends on how the weights lie in memory.
         np.testing.assert_allclose(
@@ -455,13 +511,14 @@ def check(case: Case, model: Any, arrays: dict[str, np.ndarray], folder: Path) -
         moved = np.abs(forward_images(model, *given) - logits).max()
         assert moved > MIN_EFFECT, f"places in images move the logits by {moved} only"
         said.append(f"places in images move logits by {moved:.2f}")
-    biases = [*model.named_parameters(), *model.named_buffers()]
-    if any("correction_bias" in name for name, _ in biases):
+    for part in ("correction_bias", "sinks", "router.bias", "gate_up_proj_bias", "down_proj_bias"):
         other = copy.deepcopy(model)
-        for name, bias in [*other.named_parameters(), *other.named_buffers()]:
-            if "correction_bias" in name:
-                bias.data.zero_()
-        said.append(f"the correction bias moves {effect(other, arrays)}")
+        found = [*other.named_parameters(), *other.named_buffers()]
+        found = [value for name, value in found if part in name]
+        for value in found:
+            value.data.zero_()
+        if found:
+            said.append(f"{part} moves {effect(other, arrays)}")
     return ", ".join(said)
 
 
@@ -483,13 +540,13 @@ def main(names: list[str]) -> None:
         case, folder = CASES[name], DATA / name
         for seed in range(1000):
             try:
-                model, arrays = compute(case, name, seed)
+                model, packed, arrays = compute(case, name, seed)
                 break
             except UnfitSeedError:
                 continue
         else:
             raise SystemExit(f"{name}: no seed fits")
-        save(case, model, folder)
+        save(case, model, packed, folder)
         np.savez_compressed(folder / "golden.npz", **arrays)
         effect = check(case, model, arrays, folder)
         if case.block:

@@ -71,6 +71,18 @@ def mrope(**options) -> dict:
         ("ernie4_5_moe", {"moe_use_aux_free": False}, "moe_use_aux_free=False is not supported"),
         ("ernie4_5_moe", {"moe_num_experts": [64, 64]}, "moe_num_experts must be int"),
         ("ernie4_5_moe", {"moe_k": 9}, "x: 9 experts a token, of only 8"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ("gpt_oss", {"rope_scaling": None}, "x: rope_scaling is missing"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must list 2 layers, got"),
+        (
+            "gpt_oss",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer type 'chunked_attention' is not supported, expected 'sliding_attention' or",
+        ),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window must be positive, got 0"),
+        ("gpt_oss", {"swiglu_limit": "7"}, "swiglu_limit must be float, got '7'"),
+        ("gpt_oss", {"num_experts_per_tok": 9}, "x: 9 experts a token, of only 8"),
+        ("gpt_oss", {"attention_bias": None}, "attention_bias must be true or false, got None"),
         ("ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index must be at least -1"),
     ],
 )
@@ -116,6 +128,20 @@ def test_keys_of_both_generations_of_files_mean_the_same():
     assert first == second
     assert first.rotary.dim == 4
     assert parse("glm4_moe", **absent).rotary.dim == 8
+
+
+def test_windows_of_gpt_oss():
+    def windows(**changes):
+        config = parse("gpt_oss", **({"num_hidden_layers": 3} | changes))
+        return [config.of_layer(i).sliding_window for i in range(3)]
+
+    assert windows() == [8, None, 8]
+    assert windows(sliding_window=...) == [128, None, 128]
+    assert windows(layer_types=["full_attention", "sliding_attention", "full_attention"]) == [
+        None,
+        8,
+        None,
+    ]
 
 
 def test_theta_of_ernie_where_the_file_has_none():

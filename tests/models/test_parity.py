@@ -21,14 +21,15 @@ from tests.models.parity import (
 )
 
 # What these differ in from the case "llama" does not meet the split, or others split it on devices.
-NOT_SPLIT = {"deepseek_v3", "llama_bias", "llama_rope_linear", "llama_rope_llama3",
+NOT_SPLIT = {"deepseek_v3", "gpt_oss", "llama_bias", "llama_rope_linear", "llama_rope_llama3",
              "llama_rope_yarn", "llama_sharded", "llama_tied_bf16", "qwen2_vl",
              "qwen3_rope_yarn"}  # fmt: skip
+ON_DEVICES = {"deepseek_v3_fp8", "gpt_oss_mxfp4"}  # in test_parity_on_devices.py
 
 
 def is_covered(name: str, micro_batches: int) -> bool:
     """Whether a quicker test, or one that shows more, has the same."""
-    return (micro_batches > 1 and name in NOT_SPLIT) or name == "deepseek_v3_fp8"
+    return (micro_batches > 1 and name in NOT_SPLIT) or name in ON_DEVICES
 
 
 UNROLLED = [
@@ -50,9 +51,10 @@ def test_scanned_logits(name, micro_batches):
     check_against_golden(runner, name, decode_bucket=True)
 
 
-def test_scan_of_unequal_layers_is_refused():
+@pytest.mark.parametrize("name", ["qwen3_moe_mixed", "gpt_oss"])  # experts, window
+def test_scan_of_unequal_layers_is_refused(name):
     with pytest.raises(ValueError, match="cannot be scanned"):
-        make_runner("qwen3_moe_mixed", scanned=True)
+        make_runner(name, scanned=True)
 
 
 # In bfloat16 a token may go to another expert than in float32, so few tokens may differ by more.
@@ -64,6 +66,7 @@ def test_scan_of_unequal_layers_is_refused():
         ("glm4_moe", 0.9),
         ("deepseek_v3", 0.9),
         pytest.param("deepseek_v3_fp8", 0.9, marks=pytest.mark.slow),
+        ("gpt_oss_mxfp4", 0.9),
     ],
 )
 def test_bfloat16_weights_and_cache(name, share):

@@ -17,6 +17,7 @@ slow = pytest.mark.slow
         ("glm4_moe", 4, 2, 3),  # shared experts; 43 tokens, which 2 devices do not divide
         ("qwen3_moe", 4, 4, 1),  # more devices than key/value heads
         ("deepseek_v3", 4, 2, 2),  # one key/value head, and factors of each head
+        ("gpt_oss", 4, 2, 2),  # sinks, biases of experts
         *[
             pytest.param(name, 2, 2, count, marks=slow)
             for name in ("ernie4_5", "llama", "mixtral", "qwen2_moe", "qwen3", "qwen3_moe")

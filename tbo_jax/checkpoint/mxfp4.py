@@ -1,0 +1,92 @@
+"""MXFP4 weights of a checkpoint, read as the numbers that they stand for.
+
+Format (OCP Microscaling Formats, version 1.0, 2023; laid out as in gpt-oss): a weight [E, in, out]
+is stored as `NAME_blocks`, bytes [E, out, in / 32, 16] with two e2m1 numbers in each, the first in
+the low half, and `NAME_scales`, bytes [E, out, in / 32]: a scale s is the factor 2 ** (s - 127) of
+a block of 32 numbers, 255 is NaN. Each product has two significant bits: bfloat16 holds it exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder, assign
+
+BLOCKS, SCALES = "_blocks", "_scales"
+BLOCK = 32  # numbers that share a scale
+
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1: the sign is the highest of four bits
+_NUMBERS = np.array([*_POSITIVE, *(-n for n in _POSITIVE)], np.float32)
+_PAIRS = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=-1)  # of a byte [256, 2]
+_FACTORS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+
+
+@dataclass(frozen=True)
+class Mxfp4Weights:
+    """A `WeightFormat`: experts in MXFP4; weights without blocks are plain."""
+
+    tensors: TensorFolder
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        found = [name + suffix for suffix in (BLOCKS, SCALES) if name + suffix in self.tensors]
+        if not found:
+            return {name: shape}
+        for tensor in found:
+            if (dtype := self.tensors.info(tensor).dtype) != np.uint8:
+                raise CheckpointError(
+                    f"{self.tensors.folder}: tensor {tensor} is {dtype}, expected uint8"
+                )
+        if len(shape) != 3 or shape[1] % BLOCK:
+            raise CheckpointError(
+                f"{self.tensors.folder}: tensor {found[0]} is there, but {name} of shape "
+                f"{list(shape)} does not divide into blocks of {BLOCK}"
+            )
+        experts, rows, columns = shape
+        scales = experts, columns, rows // BLOCK
+        return {name + BLOCKS: (*scales, BLOCK // 2), name + SCALES: scales}
+
+    def read_into(
+        self,
+        name: str,
+        out: NDArray[Any],
+        index: tuple[slice, ...] | None = None,
+        *,
+        transpose: bool = False,
+    ) -> None:
+        """As `WeightFormat.read_into`; what is quantised is decoded an expert at a time."""
+        if name + BLOCKS not in self.tensors:
+            self.tensors.read_into(name, out, index, transpose=transpose)
+            return
+        if transpose:
+            raise ValueError(f"weight {name!r}: only 2-D ones transpose")
+        count, width, groups = self.tensors.info(name + SCALES).shape
+        shape = count, groups * BLOCK, width
+        whole = (slice(None),) * len(shape)
+        experts, rows, columns = (
+            range(*part.indices(n)) for part, n in zip(index or whole, shape, strict=True)
+        )
+        # Whole blocks are read, and trimmed.
+        first = rows.start // BLOCK
+        taken = slice(columns.start, columns.stop), slice(first, -(-rows.stop // BLOCK))
+        trim = slice(rows.start - first * BLOCK, rows.stop - first * BLOCK)
+        for number, expert in enumerate(experts):
+            blocks, scales = (
+                self.tensors.read(name + suffix, (slice(expert, expert + 1), *taken))[0]
+                for suffix in (BLOCKS, SCALES)
+            )
+            assign(out[number], decode(blocks, scales)[:, trim].T, tiled=True)
+
+
+def decode(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The numbers [..., 32 * G] of blocks [..., G, 16] with scales [..., G].
+
+    Infinite where a product is beyond float32, as 6 * 2 ** 127 is.
+    """
+    with np.errstate(over="ignore"):
+        numbers = _PAIRS[blocks].reshape(*scales.shape, BLOCK) * _FACTORS[scales][..., None]
+    return numbers.reshape(*scales.shape[:-1], scales.shape[-1] * BLOCK)
