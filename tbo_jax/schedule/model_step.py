@@ -74,8 +74,11 @@ def read_shape(name: str, num_layers: int | None = None) -> DecoderConfig:
 def last_layers(config: DecoderConfig, count: int) -> DecoderConfig:
     """The model with nothing but its last `count` layers."""
     first = config.num_layers - count
-    dense = frozenset(layer - first for layer in config.dense_layers if layer >= first)
-    return dataclasses.replace(config, num_layers=count, dense_layers=dense)
+    kinds = {
+        name: frozenset(layer - first for layer in getattr(config, name) if layer >= first)
+        for name in ("dense_layers", "full_attention_layers")
+    }
+    return dataclasses.replace(config, num_layers=count, **kinds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +180,17 @@ def expected_turns(
     return turns
 
 
+def _context_read(config: DecoderConfig, shape: StepShape) -> int:
+    """The context that costs a kernel that skips what a window hides as much, mean over layers."""
+    window = config.sliding_window
+    if window is None:
+        return shape.context
+    # Without a window the queries of a prompt see half of its keys on average.
+    reach = min(shape.context, window if shape.phase == "decode" else 2 * window)
+    full = len(config.full_attention_layers)
+    return (full * shape.context + (config.num_layers - full) * reach) // config.num_layers
+
+
 def _expert_chunks(config: DecoderConfig, num_devices: int, tokens: int) -> dict[str, float]:
     chosen = tokens * config.num_experts_per_token
     rows = tokens * num_devices
@@ -202,7 +216,8 @@ def attention_work(config: DecoderConfig, tokens: int, shape: StepShape) -> dict
         cached=config.cached_elements,
         width=jnp.dtype(config.dtype).itemsize,
     )
-    work = gpu_paged.expected_work(**attention) | tpu_paged.expected_work(**attention)
+    work = tpu_paged.expected_work(**attention)
+    work |= gpu_paged.expected_work(**attention | dict(context=_context_read(config, shape)))
     return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tbo_jax.attention import gpu_paged
 from tbo_jax.schedule.__main__ import Arguments, counts_of, write_files
 from tbo_jax.schedule.model_step import (
+    Phase,
     StepShape,
     abstract_model,
     attention_work,
@@ -34,6 +37,16 @@ def test_counts() -> None:
 def test_bad_counts_are_named(text: str) -> None:
     with pytest.raises(ValueError, match=f"--micro-batches '{text}': expected"):
         counts_of(text)
+
+
+@pytest.mark.parametrize(("phase", "reach"), [("decode", 128), ("prefill", 256)])
+def test_layers_with_a_window_read_less(phase: Phase, reach: int) -> None:
+    config = read_shape("gpt-oss-120b", 4)  # two with a window of 128
+    whole = dataclasses.replace(config, sliding_window=None)
+    long, mean = StepShape(phase, 256, 4096), StepShape(phase, 256, (4096 + reach) // 2)
+    found = attention_work(config, 256, long)[gpu_paged.NAME]
+    assert found == attention_work(whole, 256, mean)[gpu_paged.NAME]
+    assert found.flops < attention_work(whole, 256, long)[gpu_paged.NAME].flops
 
 
 @pytest.mark.parametrize("name", list_presets())
