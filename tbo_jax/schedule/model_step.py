@@ -74,11 +74,16 @@ def read_shape(name: str, num_layers: int | None = None) -> DecoderConfig:
 def last_layers(config: DecoderConfig, count: int) -> DecoderConfig:
     """The model with nothing but its last `count` layers."""
     first = config.num_layers - count
-    kinds = {
-        name: frozenset(layer - first for layer in getattr(config, name) if layer >= first)
-        for name in ("dense_layers", "full_attention_layers")
-    }
-    return dataclasses.replace(config, num_layers=count, **kinds)
+
+    def last(layers: frozenset[int]) -> frozenset[int]:
+        return frozenset(layer - first for layer in layers if layer >= first)
+
+    return dataclasses.replace(
+        config,
+        num_layers=count,
+        dense_layers=last(config.dense_layers),
+        full_attention_layers=last(config.full_attention_layers),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
@@ -138,12 +137,7 @@ class Options:
 
     def arguments(self, heads: int) -> dict[str, Any]:
         """As the implementations take them."""
-        given = dict(sliding_window=self.window, soft_cap=self.soft_cap, sinks=self.sinks(heads))
-        return {
-            key: jnp.asarray(value) if key == "sinks" else value
-            for key, value in given.items()
-            if value is not None
-        }
+        return dict(sliding_window=self.window, soft_cap=self.soft_cap, sinks=self.sinks(heads))
 
 
 def reference(case: Case, options: Options = Options()) -> np.ndarray:

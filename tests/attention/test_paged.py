@@ -178,7 +178,7 @@ def test_work_items_cover_every_token_once(query_block: int) -> None:
     [
         (SHAPE, PLAIN),
         (SHAPE, Options(window=3)),
-        (SHAPE, Options(window=3, with_sinks=True)),
+        (SHAPE, Options(window=3, soft_cap=2.0, with_sinks=True)),
         (LATENT, PLAIN),
     ],
 )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from tbo_jax.checkpoint.load import load_model
-from tbo_jax.checkpoint.mxfp4 import decode, dequantized
+from tbo_jax.checkpoint.mxfp4 import Mxfp4Weights, decode
 from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder
 from tbo_jax.checkpoint.save import save_model
 from tbo_jax.sharding import make_mesh
@@ -85,7 +85,7 @@ def test_any_part(whole: np.ndarray, bounds: list[list[int]], dtype: Any) -> Non
     assert whole.shape == SHAPE
     index = tuple(slice(*pair) for pair in bounds)
     out = np.zeros([stop - start for start, stop in bounds], dtype)
-    dequantized(TensorFolder.open(CASE)).read_into(NAME, out, index)
+    Mxfp4Weights(TensorFolder.open(CASE)).read_into(NAME, out, index)
     assert_same_bits(out.astype(np.float32), whole[index])
 
 
