@@ -102,6 +102,7 @@ class ModelRunner:
                 top_k=self.config.num_experts_per_token,
                 dispatch_dtype=dispatch_dtype,
                 dtype=self.config.dtype,
+                platform=mesh.devices.flat[0].platform,
             )
         if self.overlap.mode == "on" and not self.communicates:
             logger.warning(

@@ -83,6 +83,7 @@ def make_exchange(
     top_k: int,
     dispatch_dtype: DispatchDtype | None = None,
     dtype: Any = None,
+    platform: str = "cpu",
 ) -> Exchange:
     """The exchange of `num_experts` experts, `top_k` a token, sharded over mesh axes.
 
@@ -94,6 +95,7 @@ def make_exchange(
         dispatch_dtype: round the hidden state on its way to the experts to 8 bits, with a scale
             for each token (`MessageFormat` tells the error). Not differentiable.
         dtype: of the hidden state; needed with `dispatch_dtype`.
+        platform: of the devices.
 
     Raises:
         ValueError: unknown transport or `dispatch_dtype`, the experts do not divide over the
@@ -116,7 +118,8 @@ def make_exchange(
             raise ValueError(
                 f"transport 'two_level' needs an axis of nodes and one of their devices, got {axis}"
             )
-        return TwoLevel(axis, num_nodes, num_devices, num_experts // num_devices, form)
+        experts, on_gpu = num_experts // num_devices, platform in ("gpu", "cuda")
+        return TwoLevel(axis, num_nodes, num_devices, experts, form, own_stream=on_gpu)
     makers: dict[Transport, Callable[..., Exchange]] = {
         "all_to_all": PaddedAllToAll,
         "all_gather": AllGather,

@@ -6,6 +6,12 @@ way back their sums are added up within the node before they cross. The idea is 
 (DeepSeek-AI 2025), here in static shapes: all_to_all between nodes, all_gather and reduce-scatter
 within.
 
+The two hops of a direction follow each other with nothing to compute between, and both should run
+beside the other micro-batch. XLA:GPU's scheduler puts the end of the first, and with it the start
+of the second, behind all of that compute: 49 % of DeepSeek-V3's decode step on 4 nodes of 8 H100
+was hidden (4 layers, modelled). On a stream of their own they are one asynchronous call to it, and all
+but the last combine is hidden, 89 %.
+
 Of R devices in N nodes, for T tokens a device, the padded flat exchange sends (R - R / N) T rows
 over the slow link each way. This one sends (N - 1) T, and (R - N) T over the fast one.
 """
@@ -16,6 +22,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compute_on import compute_on
 
 from tbo_jax.moe.message import (
     MessageFormat,
@@ -36,6 +43,7 @@ class TwoLevel:
     num_devices: int
     experts_per_device: int
     form: MessageFormat
+    own_stream: bool = False  # on GPU: the hops of a direction as one asynchronous call
 
     def pack(self, hidden, experts, weights):
         tokens, nodes = hidden.shape[0], self.num_nodes
@@ -48,8 +56,11 @@ class TwoLevel:
         return self.form.join(*rows), places
 
     def dispatch(self, message):
-        arrived = jax.lax.all_to_all(message, self.axis[0], 0, 0)
-        return jax.lax.all_gather(arrived, self.axis[1:], tiled=True)
+        def hops(message):
+            arrived = jax.lax.all_to_all(message, self.axis[0], 0, 0)
+            return jax.lax.all_gather(arrived, self.axis[1:], tiled=True)
+
+        return self._chained(hops)(message)
 
     def unpack(self, received):
         hidden, experts, weights = self.form.part(received.reshape(-1, received.shape[-1]))
@@ -59,8 +70,14 @@ class TwoLevel:
         return results.reshape(*received.shape[:-1], results.shape[-1])
 
     def combine(self, message):
-        summed = jax.lax.psum_scatter(message, self.axis[1:], tiled=True)
-        return jax.lax.all_to_all(summed, self.axis[0], 0, 0)
+        def hops(message):
+            summed = jax.lax.psum_scatter(message, self.axis[1:], tiled=True)
+            return jax.lax.all_to_all(summed, self.axis[0], 0, 0)
+
+        return self._chained(hops)(message)
+
+    def _chained(self, hops):
+        return compute_on("gpu_stream:1")(jax.jit(hops)) if self.own_stream else hops
 
     def unpack_results(self, returned, slots):
         return sum_returned(returned.reshape(-1, returned.shape[-1]), slots)

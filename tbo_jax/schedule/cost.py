@@ -40,7 +40,9 @@ _FREE_TARGETS = frozenset(["AllocateBuffer", "ConcatBitcast", "Sharding"])
 # Asynchronous, and of the memory alone.
 _MOVES = frozenset(["copy", "slice", "dynamic-slice"])
 # What can wrap a collective, or several in a group.
-_WRAPPERS = frozenset(["async-start", "async-update", "async-done", "fusion", "custom-call"])
+_WRAPPERS = frozenset(
+    ["async-start", "async-update", "async-done", "call-start", "fusion", "custom-call"]
+)
 _PRODUCTS = frozenset(["dot", "scaled-dot", "ragged-dot"])
 
 
@@ -74,8 +76,13 @@ def collective_kind(module: Module, instruction: Instruction) -> str | None:
     base = instruction.opcode.removesuffix("-start").removesuffix("-done")
     if base in COLLECTIVES:
         return base
-    inner = next(_wrapped(module, instruction), None)
-    return None if inner is None else inner[1].opcode
+    kinds = [base_opcode(inner) for _, inner in _wrapped(module, instruction)]
+    return "+".join(dict.fromkeys(kinds)) or None
+
+
+def base_opcode(instruction: Instruction) -> str:
+    """all-to-all of an `all-to-all-start`."""
+    return instruction.opcode.removesuffix("-start")
 
 
 def collectives(
@@ -108,7 +115,7 @@ def _calls(module: Module, instruction: Instruction, target: str) -> bool:
 def _wrapped(module: Module, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
     for called in module.called(instruction) if instruction.opcode in _WRAPPERS else ():
         for inner in called.instructions:
-            if inner.opcode in COLLECTIVES:
+            if base_opcode(inner) in COLLECTIVES:
                 yield called, inner
             else:
                 yield from _wrapped(module, inner)

@@ -4,6 +4,7 @@ What starts a collective, hands it on and waits for it looks different on each p
 
 - GPU, and TPU: `all-to-all-start` and `all-to-all-done`, or `async-start` and `async-done` around a
   computation. XLA:GPU writes a synchronous one so too, with `"is_sync":true`.
+- GPU, of several in a chain: `call-start` and `call-done` around a computation with all of them.
 - TPU with SparseCores: an `async-start` without operands, which come with an `async-update`.
 - TPU v5e: a fusion that calls AsyncCollectiveStart, fusions that compute and move the transfer on,
   and one that calls AsyncCollectiveDone.
@@ -164,13 +165,16 @@ class Program:
     ) -> tuple[str, float, float]:
         """Kind, bytes and seconds of a collective, or of a group of them."""
         inner = cost.collectives(self.module, computation, instruction)
-        kind = cost.collective_kind(self.module, inner[0][1]) or ""
+        kind = cost.collective_kind(self.module, instruction) or ""
+        # A call of several is a chain; any other group is started, and runs, as one.
+        chain = instruction.opcode == "call-start"
         devices = self.module.num_devices
         sent = seconds = startup = 0.0
         for home, one in inner:
             group = cost.group(one, devices)
-            away = cost.link_bytes(kind, one, home.operands(one), devices, self.ragged_rows)
+            base = cost.collective_kind(self.module, one) or ""
+            away = cost.link_bytes(base, one, home.operands(one), devices, self.ragged_rows)
             sent, seconds = sent + away, seconds + self.rates.link_seconds(away, group)
             if len(group) > 1:
-                startup = self.rates.collective_seconds
+                startup = self.rates.collective_seconds + (startup if chain else 0.0)
         return kind, sent, seconds + startup

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -252,6 +253,29 @@ def test_a_group_of_collectives_is_one_transfer() -> None:
   %s = ((f32[6]{0}, f32[4]{0}), (f32[6]{0}, f32[4]{0}), u32[]) async-start(%p, %p2), calls=%wrapped
   ROOT %d = (f32[6]{0}, f32[4]{0}) async-done(%s)"""
     assert [t.event.seconds for t in run_text(module(entry, wrapped)).transfers] == [10]
+
+
+def test_a_chain_of_collectives_is_one_transfer() -> None:
+    """XLA:GPU, of what is on a stream of its own: each has its bytes, its group and its start."""
+    called = f"""%go (q: f32[6]) -> f32[12] {{
+  %q = f32[6]{{0}} parameter(0)
+  %s1 = ((f32[6]{{0}}), f32[6]{{0}}) all-to-all-start(%q), {GROUPS}
+  %d1 = f32[6]{{0}} all-to-all-done(%s1)
+  %s2 = (f32[6]{{0}}, f32[12]{{0}}) all-gather-start(%d1), {GROUPS}
+  ROOT %d2 = f32[12]{{0}} all-gather-done(%s2)
+}}
+
+"""
+    entry = """  %p = f32[6]{0} parameter(0)
+  %s = ((f32[6]{0}), f32[12]{0}) call-start(%p), to_apply=%go
+  %copy.4 = f32[4]{0} copy(%p)
+  ROOT %d = f32[12]{0} call-done(%s)"""
+    rates = replace(RATES, collective_seconds=1.0)
+    timeline = simulate(parse(module(entry, called)), rates, {})
+    (transfer,) = timeline.transfers
+    # 12 bytes by all-to-all, 24 by all-gather, 2 bytes a second, a second to start each.
+    assert (transfer.event.kind, transfer.event.seconds) == ("all-to-all+all-gather", 20)
+    assert (transfer.bytes, transfer.waited) == (36, 16)
 
 
 def test_sparsecore_takes_the_operands_with_an_update() -> None:
