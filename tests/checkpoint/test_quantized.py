@@ -20,6 +20,7 @@ from tbo_jax.checkpoint.load import load_model, read_config
 from tbo_jax.checkpoint.names import parameter_sources
 from tbo_jax.checkpoint.quantized import FLOAT8, SCALE, BlockScaledWeights, find_format
 from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder
+from tbo_jax.checkpoint.save import save_model
 from tbo_jax.sharding import make_mesh
 from tests.golden_cases import DATA
 
@@ -114,6 +115,17 @@ def test_the_matrix_of_keys_and_values_is_taken_apart() -> None:
     expansion = load_model(CASE, mesh=make_mesh(1), dtype=jnp.float32).layers[1].self_attn.kv_b_proj
     np.testing.assert_array_equal(expansion.key[...], matrix[:, :16])
     np.testing.assert_array_equal(expansion.value[...], matrix[:, 16:])
+
+
+def test_a_saved_model_is_plain(tmp_path: Path) -> None:
+    config = json.loads((CASE / "config.json").read_text())
+    model = load_model(CASE, mesh=make_mesh(1), dtype=jnp.float32)
+    save_model(model, config, tmp_path, jnp.float32)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    written, expected = read_all(tmp_path), reference(CASE)
+    assert written.keys() == expected.keys()
+    for name, value in written.items():
+        np.testing.assert_array_equal(value, expected[name])
 
 
 def test_progress_counts_the_bytes_of_all_files() -> None:

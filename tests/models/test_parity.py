@@ -64,7 +64,7 @@ def test_scan_of_unequal_layers_is_refused(name):
         ("llama_tied_bf16", 1.0),
         ("qwen2_moe", 0.9),
         ("glm4_moe", 0.9),
-        ("deepseek_v3", 0.9),
+        pytest.param("deepseek_v3", 0.9, marks=pytest.mark.slow),
         # Its weights are in float32, and rounded too.
         pytest.param("deepseek_v3_fp8", 0.85, marks=pytest.mark.slow),
         ("gpt_oss_mxfp4", 0.9),
