@@ -79,13 +79,18 @@ def collectives(jaxpr: Any, choice: str = "") -> Iterator[tuple[str, str]]:
     """Each collective of a program, and the primitive that decides whether or how often it runs.
 
     A scan runs as often as its length says, which is static; the turns of a while loop and the
-    branches of a conditional are data.
+    branch of a conditional are data, except where the branch follows from the platform.
     """
+    static: set[Any] = set()  # variables known when the program is compiled
     for equation in jaxpr.eqns:
         name = equation.primitive.name
+        read = [v for v in equation.invars if not hasattr(v, "val")]  # no literals
+        if name == "platform_index" or (read and static.issuperset(read)):
+            static.update(equation.outvars)
         if name.startswith(COLLECTIVES) or "all_to_all" in name:
             yield name, choice
-        inner = choice or (name if name in ("cond", "while") else "")
+        by_platform = name == "cond" and equation.invars[0] in static
+        inner = choice or (name if name in ("cond", "while") and not by_platform else "")
         for value in equation.params.values():
             for part in value if isinstance(value, list | tuple) else [value]:
                 part = getattr(part, "jaxpr", part)  # of a closed one
