@@ -100,10 +100,10 @@ class LLM:
             transport: of the expert exchange (`moe.exchange` has a table).
             dispatch_dtype: round what travels to the experts to 8 bits, "float8_e4m3fn" or "int8",
                 with a scale for each token: half the bytes of bfloat16, and other text.
-            look_ahead: dispatch a step before the tokens of the one before are read (`Engine`);
-                default: unless `speculate`.
-            speculate: most draft tokens that a step verifies for a sequence, guessed from its own
-                text (`prompt_lookup`); the tokens are those of decoding without. 0: none.
+            look_ahead: dispatch a step before the last one's tokens are read (`Engine`); default:
+                unless `speculate`.
+            speculate: most tokens of a sequence, guessed from its text, that a step verifies;
+                0: none.
             compilation_cache: keep compiled programs in the user's cache folder, unless JAX is
                 configured to keep them elsewhere already.
             show_progress: bars on stderr while loading and compiling.
@@ -272,13 +272,12 @@ class LLM:
         if self.engine.runner.transport == "ragged_all_to_all":
             stats["link_bytes_at_most"] = stats.pop("link_bytes")
         rate = stats["generated_tokens"] / seconds if seconds else 0.0
-        drafted, rows = stats["drafted_tokens"], stats["sampled_rows"]
         return {
             "use_tbo": {"off": 0, "on": 1, "auto": "auto"}[self.overlap.mode],
             **stats,
             "speculate": self.engine.speculate,
-            "acceptance_rate": stats["accepted_tokens"] / drafted if drafted else 0.0,
-            "tokens_per_row": stats["generated_tokens"] / rows if rows else 0.0,
+            "acceptance_rate": self.engine.statistics.acceptance_rate,
+            "tokens_per_row": self.engine.statistics.tokens_per_row,
             "preemptions": self.engine.scheduler.statistics.preemptions,
             "seconds": seconds,
             "tokens_per_second": rate,

@@ -27,3 +27,13 @@ class EngineStatistics:
     steps_by_bucket: dict[str, int] = field(default_factory=dict)
     # Of USE_TBO=auto, by bucket: micro_batches, seconds by their number, and the reason.
     decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts, as a part of those verified; 0 without any."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Tokens that a sequence got in a step, on average; 0 before the first."""
+        return self.generated_tokens / self.sampled_rows if self.sampled_rows else 0.0

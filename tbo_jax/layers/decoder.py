@@ -170,8 +170,9 @@ class CausalLM(nnx.Module):
         embedded = self.embed_tokens(token_ids)
         if given is None:
             return embedded
-        is_image = (token_ids == self.config.image_token_id)[:, None]
-        return jnp.where(is_image, given.astype(embedded.dtype), embedded)
+        assert self.config.image_token_id is not None
+        is_image = jnp.equal(token_ids, self.config.image_token_id)
+        return jnp.where(is_image[:, None], given.astype(embedded.dtype), embedded)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states after the last layer [T, D] -> [T, V] float32."""

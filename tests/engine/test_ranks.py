@@ -98,8 +98,8 @@ def collectives(jaxpr: Any, choice: str = "") -> Iterator[tuple[str, str]]:
                     yield from collectives(part, inner)
 
 
-def step_jaxpr(bucket, monkeypatch, *, micro_batches, scanned=False, tensor=1, transport):
-    mesh = make_mesh(4, tensor=tensor)
+def step_jaxpr(bucket, monkeypatch, *, micro_batches, scanned=False, tensor=1, nodes=1, transport):
+    mesh = make_mesh(4, tensor=tensor, nodes=nodes)
     model = load_model(Golden("qwen3_moe").folder, mesh=mesh, dtype=jnp.float32, scanned=scanned)
     overlap = OverlapConfig("on" if micro_batches > 1 else "off", max(2, micro_batches))
     runner = ModelRunner(model, CACHE, mesh=mesh, overlap=overlap, transport=transport)
@@ -117,6 +117,7 @@ def step_jaxpr(bucket, monkeypatch, *, micro_batches, scanned=False, tensor=1, t
         (Bucket(4, 4, True), 3, {"transport": "ragged_all_to_all"}),
         (Bucket(16, 4, True, 3), 2, {"transport": "all_gather"}),
         (Bucket(4, 4, True), 2, {"tensor": 2}),
+        (Bucket(4, 4, True), 2, {"nodes": 2, "transport": "two_level"}),
     ],
     ids=str,
 )
