@@ -185,8 +185,8 @@ def test_unsupported(head_dim: int, value_dim: int | None, reason: str | None) -
     ],
 )
 def test_lowers_for_a_gpu(head_dim: int, group: int, dtype: Any) -> None:
-    """Triton takes the shapes of all blocks, of decode and of prefill."""
-    for query_block in (1, gpu_paged.query_block(group)):
+    """Triton takes the shapes of all blocks: of decode, of drafts to verify, and of prefill."""
+    for query_block in (1, 4, gpu_paged.query_block(group)):
         shape = Shape(2 * group, 2, head_dim, dtype, pages_per_row=4, **SMALL)
         lower_for_gpu(*abstract_call(shape, query_block))
 
