@@ -9,8 +9,8 @@ within.
 The two hops of a direction follow each other with nothing to compute between, and both should run
 beside the other micro-batch. XLA:GPU's scheduler puts the end of the first, and with it the start
 of the second, behind all of that compute: 49 % of DeepSeek-V3's decode step on 4 nodes of 8 H100
-was hidden (4 layers, modelled). On a stream of their own they are one asynchronous call to it, and all
-but the last combine is hidden, 89 %.
+was hidden (4 layers, modelled). On a stream of their own they are one asynchronous call to it, and
+all but the last layer's combines is hidden, 89 %.
 
 Of R devices in N nodes, for T tokens a device, the padded flat exchange sends (R - R / N) T rows
 over the slow link each way. This one sends (N - 1) T, and (R - N) T over the fast one.
