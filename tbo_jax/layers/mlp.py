@@ -22,9 +22,11 @@ class GatedMlp(nnx.Module):
     def __init__(self, config: DecoderConfig, inner: int, *, shared: bool = False, rngs: nnx.Rngs):
         """`inner` features, with `shared` shared out over the devices of a rank."""
         hidden, bias, units = config.hidden_size, config.mlp_bias, inner if shared else 0
-        out = dict(config=config, bias=bias, shared_outputs=units, rngs=rngs)
-        self.gate_proj = Linear(hidden, inner, **out)
-        self.up_proj = Linear(hidden, inner, **out)
+
+        def to_inner() -> Linear:
+            return Linear(hidden, inner, config, bias=bias, shared_outputs=units, rngs=rngs)
+
+        self.gate_proj, self.up_proj = to_inner(), to_inner()
         self.down_proj = Linear(inner, hidden, config, bias=bias, shared_inputs=units, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -91,7 +93,9 @@ class SparseMoe(nnx.Module):
         self.gate_up_bias = bias(experts, 2 * width)
         self.down_bias = bias(experts, hidden)
         self.activation = config.expert_activation
-        self.layer = nnx.data(None)  # which one, where the weights are those of all layers
+        self.layer: jax.Array | None = nnx.data(
+            None
+        )  # which one, where the weights are those of all layers
         self.routing = config.router
         shared = config.shared_expert_intermediate_size
         gated = shared and config.shared_expert_gate
