@@ -117,7 +117,7 @@ ERNIE4_5 = COMMON | dict(
 # Experts in layer 1 of 3 only.
 ERNIE4_5_MOE = COMMON | dict(
     model_type="ernie4_5_moe", architectures=["Ernie4_5_MoeForCausalLM"], hidden_size=48,
-    num_attention_heads=3, num_key_value_heads=1, intermediate_size=48, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=1, intermediate_size=48, num_hidden_layers=3,
     tie_word_embeddings=True, use_bias=False, rope_theta=500000.0, pad_token_id=0,
     moe_num_experts=8, moe_k=3, moe_intermediate_size=16, moe_num_shared_experts=2,
     moe_layer_start_index=1, moe_layer_end_index=1, moe_layer_interval=1, moe_norm_min=1e-12,

@@ -20,11 +20,21 @@ slow = pytest.mark.slow
         ("gpt_oss", 4, 2, 2),  # sinks, biases of experts
         *[
             pytest.param(name, 2, 2, count, marks=slow)
-            for name in ("ernie4_5", "llama", "mixtral", "qwen2_moe", "qwen3", "qwen3_moe")
+            for name in (
+                "deepseek_v3_fp8",
+                "ernie4_5",
+                "ernie4_5_moe",
+                "gpt_oss_mxfp4",
+                "llama",
+                "mixtral",
+                "qwen2_moe",
+                "qwen3",
+                "qwen3_moe",
+            )
             for count in (1, 2)
         ],
         pytest.param("llama_bias", 8, 4, 2, marks=slow),
-        pytest.param("glm4_moe", 8, 2, 1, marks=slow),
+        pytest.param("qwen3_moe_mixed", 8, 2, 1, marks=slow),
     ],
 )
 def test_tensor_parallel(name, devices, tensor, micro_batches):
