@@ -2,13 +2,16 @@
 
     python examples/train.py --out models-out/kjv            # King James Version, from Debian
     python examples/train.py --out DIR --source BOOK.txt     # your own text
+    USE_TBO=1 python examples/train.py --out DIR --devices 4
 
-The layers are the ones that decode: `run_layers` runs the same stages, with dense attention in
-place of the paged cache. Interrupt it at will: the same command resumes from the last saved step.
+The layers are the ones that decode: `tbo_jax.training` runs the same stages, with dense attention
+in place of the paged cache. With USE_TBO=1 each device cuts its sequences into two micro-batches.
+Interrupt it at will: the same command resumes from the last saved step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -33,13 +36,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.numpy import load_file, save_file
 from tbo_jax.models import find_architecture
 
+from tbo_jax import OverlapConfig
 from tbo_jax.checkpoint.save import save_model
 from tbo_jax.layers.config import HfConfig
-from tbo_jax.layers.context import DenseAttention, LayerContext
 from tbo_jax.layers.decoder import CausalLM
-from tbo_jax.layers.rotary import rotary_table
-from tbo_jax.moe.exchange import LocalExchange
-from tbo_jax.stages import run_layers
+from tbo_jax.sharding import make_mesh
+from tbo_jax.training import NextTokenLoss, init_train_state, make_train_step
+
+END_OF_TEXT_ID = 0  # of the tokenizer that `corpus.py` trains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +82,10 @@ class Arguments:
     """Steps between saves and validations."""
     seed: int = 0
     """Of the weights and the order of the data."""
+    devices: int | None = None
+    """On CPU that many devices are made (default 1); on GPU and TPU the first N (default all)."""
+    remat: bool = False
+    """Compute the layers anew in the backward pass: less memory, more compute."""
     quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
     """No progress bar."""
 
@@ -114,23 +122,6 @@ def hf_config(args: Arguments, eos_token_id: int) -> dict[str, Any]:
     }
 
 
-def loss_fn(model: CausalLM, tokens: jax.Array, balance: float) -> jax.Array:
-    """Mean next-token cross entropy in nats of [B, S + 1] tokens."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
-    length = inputs.shape[1]
-    positions = jnp.tile(jnp.arange(length), inputs.shape[0])
-    context = LayerContext(
-        attention=DenseAttention(length),
-        exchange=LocalExchange(),
-        rotary=rotary_table(model.config.rotary, positions),
-        live=jnp.ones(targets.shape, bool),
-        balance_loss_weight=balance,
-    )
-    (hidden,), _ = run_layers(model.layers, [model.embed(inputs.reshape(-1))], [context])
-    logits = model.logits(hidden)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
 def make_optimizer(args: Arguments) -> optax.GradientTransformation:
     """AdamW with warm-up, cosine decay and clipping by the global norm."""
     rate = optax.warmup_cosine_decay_schedule(
@@ -158,44 +149,49 @@ def restore_state(path: Path, like: Any) -> Any:
     values = [saved[key] for key in sorted(saved)]
     if [v.shape for v in values] != [leaf.shape for leaf in leaves]:
         raise SystemExit(f"{path}: saved with another model shape; use another --out")
-    return jax.tree.unflatten(structure, [jnp.asarray(v) for v in values])
+    placed = [jax.device_put(v, leaf.sharding) for v, leaf in zip(values, leaves, strict=True)]
+    return jax.tree.unflatten(structure, placed)
 
 
 def main(args: Arguments) -> None:
     console = Console(stderr=True, quiet=args.quiet)
+    if args.devices is not None and args.devices >= 1:
+        with contextlib.suppress(RuntimeError):  # in use already: the devices are what they are
+            jax.config.update("jax_num_cpu_devices", args.devices)
+    mesh = make_mesh(args.devices)
+    config = hf_config(args, END_OF_TEXT_ID)
+    architecture = find_architecture(config["model_type"])
+    model_config = architecture.parse_config(HfConfig(config, "train.py"), jnp.float32)
+    model = CausalLM(model_config, rngs=nnx.Rngs(args.seed))
+    graph, weights = nnx.split(model)
+    loss = NextTokenLoss(
+        model,
+        mesh=mesh,
+        overlap=OverlapConfig.from_env(),
+        balance_weight=args.balance,
+        remat=args.remat,
+    )
+    micro_batches = loss.micro_batches(args.batch, args.length)
     state_dir = args.out / "state"
     state_dir.mkdir(parents=True, exist_ok=True)
     documents = load_corpus(args.source, default_cache_dir())
     tokenizer = make_tokenizer(documents, args.vocab_size, args.out)
     training, validation = encode_corpus(documents, tokenizer, seed=args.seed)
     console.print(f"{len(documents)} documents, {training.size:,} training tokens")
-
-    config = hf_config(args, tokenizer.token_to_id("<|endoftext|>"))
-    architecture = find_architecture(config["model_type"])
-    model_config = architecture.parse_config(HfConfig(config, "train.py"), jnp.float32)
-    graph, weights = nnx.split(CausalLM(model_config, rngs=nnx.Rngs(args.seed)))
-    optimizer = make_optimizer(args)
-    state = (weights, optimizer.init(weights), jnp.zeros((), jnp.int32))
     count = sum(leaf.size for leaf in jax.tree.leaves(weights))
-    console.print(f"{count:,} parameters on {jax.devices()[0].platform}")
-
-    def loss_of(weights: Any, tokens: jax.Array, balance: float) -> jax.Array:
-        return loss_fn(nnx.merge(graph, weights), tokens, balance)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def train_step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
-        weights, moments, step = state
-        loss, grads = jax.value_and_grad(loss_of)(weights, tokens, args.balance)
-        updates, moments = optimizer.update(grads, moments, weights)
-        return (optax.apply_updates(weights, updates), moments, step + 1), loss
-
-    validate = jax.jit(lambda weights, tokens: loss_of(weights, tokens, 0.0))
+    console.print(
+        f"{count:,} parameters on {mesh.size} {jax.devices()[0].platform} device(s), "
+        f"{micro_batches} micro-batch(es)"
+    )
+    optimizer = make_optimizer(args)
+    state = init_train_state(model, optimizer, loss)
+    train_step, validate = make_train_step(loss, optimizer), jax.jit(loss)
 
     saved = state_dir / "state.safetensors"
     if saved.exists():
         state = restore_state(saved, state)
-        console.print(f"resuming after step {int(state[2])}")
-    start = int(state[2])
+        console.print(f"resuming after step {int(state.step)}")
+    start = int(state.step)
     data = batches(training, args.batch, args.length, args.seed, start)
     log = state_dir / "log.jsonl"
     best = [np.asarray(b) for b in _take(batches(validation, args.batch, args.length, 1), 4)]
@@ -206,8 +202,8 @@ def main(args: Arguments) -> None:
         task = bar.add_task("compiling", total=args.steps, completed=start)
         clock, losses = time.perf_counter(), []
         for step in range(start, args.steps):
-            state, loss = train_step(state, next(data))
-            losses.append(loss)
+            state, metrics = train_step(state, next(data))
+            losses.append(metrics["cross_entropy"])
             if (step + 1) % 10 == 0 or step + 1 == args.steps:
                 mean = float(np.mean(jax.device_get(losses)))  # waits for the steps
                 seconds = time.perf_counter() - clock
@@ -217,13 +213,14 @@ def main(args: Arguments) -> None:
                 row = {"step": step + 1, "loss": mean, "tokens_per_second": speed}
                 clock, losses = time.perf_counter(), []
                 if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
-                    row["validation_loss"] = float(np.mean([validate(state[0], b) for b in best]))
+                    found = [validate(state.weights, b)["cross_entropy"] for b in best]
+                    row["validation_loss"] = float(np.mean(found))
                     console.print(f"step {step + 1}: validation loss {row['validation_loss']:.3f}")
                     save_state(saved, state, step + 1)
                     clock = time.perf_counter()
                 with log.open("a") as stream:
                     stream.write(json.dumps(row) + "\n")
-    save_model(nnx.merge(graph, state[0]), config, args.out, ml_dtypes.bfloat16)
+    save_model(nnx.merge(graph, state.weights), config, args.out, ml_dtypes.bfloat16)
     generation = {"eos_token_id": config["eos_token_id"], "do_sample": False}
     (args.out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     console.print(f"wrote {args.out}")

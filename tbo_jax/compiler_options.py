@@ -33,7 +33,12 @@ _MOST_COLLECTIVES = 1000  # of one kind in a program that is given a profile
 
 
 def compiler_options(
-    platform: str, num_devices: int, micro_batches: int, transport: str = "all_to_all"
+    platform: str,
+    num_devices: int,
+    micro_batches: int,
+    transport: str = "all_to_all",
+    *,
+    training: bool = False,
 ) -> Options:
     """For `jax.jit(compiler_options=...)` or `Lowered.compile(...)`.
 
@@ -43,6 +48,7 @@ def compiler_options(
         num_devices: of the mesh.
         micro_batches: of the program. What only matters with several is left out for one.
         transport: of the expert exchange (`moe.exchange`).
+        training: whether all-reduces are sums of gradients, which nothing waits for.
     """
     if num_devices == 1 or platform not in ("gpu", "cuda", "tpu"):
         return {}  # nothing to overlap; XLA:CPU refuses options of other platforms
@@ -52,19 +58,22 @@ def compiler_options(
     ragged = transport == "ragged_all_to_all"
     if micro_batches > 1:
         options |= {
-            "xla_gpu_pgle_profile_file_or_directory_path": str(_collectives_first(ragged)),
+            "xla_gpu_pgle_profile_file_or_directory_path": str(
+                _collectives_first(ragged, training)
+            ),
             # Else XLA warns of every instruction that the profile does not name.
             "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
         }
         # Else XLA joins small sums of both micro-batches to one, which then waits for the second.
-        options |= {f"xla_gpu_{kind}_combine_threshold_bytes": "0" for kind in _GPU_COMBINED}
+        kinds = [kind for kind in _GPU_COMBINED if not (training and kind == "all_reduce")]
+        options |= {f"xla_gpu_{kind}_combine_threshold_bytes": "0" for kind in kinds}
         if ragged:  # the counts of one micro-batch travel beside the payload of the other
             options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
     return options
 
 
 @functools.cache
-def _collectives_first(ragged: bool = False) -> Path:
+def _collectives_first(ragged: bool = False, training: bool = False) -> Path:
     """A profile for XLA's scheduler that says that every collective takes a second.
 
     The order of compute is fixed by barriers, so a collective can only gain from an early start.
@@ -76,15 +85,20 @@ def _collectives_first(ragged: bool = False) -> Path:
     With the ragged transport an all-to-all carries counts, which the payload waits for. It is left
     out: XLA would hold back the payload until the other micro-batch's compute had hidden the counts
     (in the step above, 15 of 360 microseconds of compute were left beside the payload).
+
+    In training an all-reduce is left out too: one collective is in flight at a time, and the sum of
+    a gradient took the compute that was to hide an exchange of the backward pass.
     """
+    left_out = {"all-to-all": ragged, "all-reduce": training}
     names = [
         f"{kind}-start{f'.{number}' if number else ''}"
         for kind in _GPU_COLLECTIVES
-        if not (ragged and kind == "all-to-all")
+        if not left_out.get(kind)
         for number in range(_MOST_COLLECTIVES)
     ]
     text = "".join(f'costs {{ name: "{name}" cost_us: 1000000 }}\n' for name in names)
     root, file = cache_folder(), "payloads_first.pbtxt" if ragged else "collectives_first.pbtxt"
+    file = f"training_{file}" if training else file
     try:
         return _write_once(root / file, text)
     except OSError as error:

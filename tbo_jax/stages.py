@@ -7,10 +7,8 @@ A layer is a short tuple of stages. A stage computes, then communicates:
 
 `run_layers` runs the stages plainly for one micro-batch, and interleaved for several
 (A.0, B.0, A.1, B.1, ...), so that the communication of one is in flight while another computes. The
-order of compute is fixed by data dependence: each compute takes its input through
-`jax.lax.optimization_barrier` together with what the compute before it gave, which leaves XLA's
-scheduler only the collectives to move. The transpose of the barrier is a barrier, so the backward
-pass interleaves too.
+order of compute is fixed by data dependence (`order.py`), which leaves XLA's scheduler only the
+collectives to move. The backward pass has the reverse order, and interleaves too.
 """
 
 from __future__ import annotations
@@ -21,8 +19,9 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.lax import optimization_barrier
+
+from tbo_jax.order import Order, in_order
+from tbo_jax.stacked import StackedLayers
 
 
 @dataclass(frozen=True)
@@ -71,47 +70,6 @@ class Cache(Protocol):
         """The cache with layer `index` replaced by its updated view."""
 
 
-class StackedLayers(nnx.Module):
-    """Equal layers as one module whose leaves have a leading axis [L, ...]; `run_layers` scans it.
-
-    Indexing, also with a traced index, gives one layer. Weights are indexed inside the loop body:
-    handed in as scanned inputs, the slices for a peeled first layer cost a copy of all weights. A
-    layer with a method `share_stack(stacked, index)` may there replace slices by the stack itself,
-    for kernels that read it in place.
-    """
-
-    def __init__(self, stacked: nnx.Module, length: int):
-        self.stacked = stacked
-        self.length = length
-
-    @classmethod
-    def stack(cls, layers: Sequence[nnx.Module]) -> StackedLayers:
-        """Stack equal layers.
-
-        Raises:
-            ValueError: the layers differ in structure or shape, so one loop body cannot run them.
-        """
-        structures = {str(jax.tree.structure(layer)) for layer in layers}
-        if len(structures) != 1:
-            raise ValueError(
-                f"{len(layers)} layers of {len(structures)} kinds cannot be scanned: "
-                "run them unrolled"
-            )
-        kinds = {tuple(leaf.dtype for leaf in jax.tree.leaves(layer)) for layer in layers}
-        if len(kinds) != 1:
-            raise ValueError("layers of different dtype cannot be scanned: run them unrolled")
-        return cls(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), len(layers))
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: Any) -> Any:
-        layer = jax.tree.map(lambda leaf: leaf[index], self.stacked)
-        if hasattr(layer, "share_stack"):
-            layer.share_stack(self.stacked, index)
-        return layer
-
-
 @dataclass
 class _Lane:
     """One micro-batch on its way through the layers (trace time only)."""
@@ -127,6 +85,9 @@ def run_layers(
     carries: Sequence[Any],
     contexts: Sequence[Any],
     cache: Any = None,
+    *,
+    head: Callable[[Any, Any], Any] | None = None,
+    remat: bool = False,
 ) -> tuple[list[Any], Any]:
     """Run all layers over one or more micro-batches.
 
@@ -135,10 +96,14 @@ def run_layers(
         carries: the input of the first layer, one per micro-batch, in the order in which their
             tokens stand in the batch: a later micro-batch sees the keys that earlier ones wrote.
         contexts: one per micro-batch, handed to every stage.
-        cache: see `Cache`; None when layers keep nothing, as in training.
+        cache: see `Cache`; None when layers keep nothing.
+        head: `head(carry, context)` follows the last layer, such as the logits and the loss. The
+            last communication of one micro-batch is in flight beside the head of another.
+        remat: for the backward pass keep what goes into each compute and what was received, and
+            compute the rest anew (`jax.checkpoint`). Nothing is communicated twice.
 
     Returns:
-        The carries after the last layer, and the cache.
+        The carries after the last layer, or what `head` made of them, and the cache.
 
     Raises:
         ValueError: no layers, or carries and contexts of different number.
@@ -149,17 +114,17 @@ def run_layers(
             f"{len(carries)} carries, {len(contexts)} contexts"
         )
     lanes = [_Lane(carry, None, None, c) for carry, c in zip(carries, contexts, strict=True)]
+    order = Order.start(carries) if len(lanes) > 1 else None
     if isinstance(layers, StackedLayers):
-        cache = _run_scanned(layers, lanes, cache)
+        cache, order = _run_scanned(layers, lanes, cache, order, remat)
     else:
-        previous, after = None, None
-        for index, layer in enumerate(layers):
-            layer = _Joined.of(layer, contexts[0])
-            cache, after = _run_layer(layer, previous, index, lanes, cache, after)
-            previous = layer
+        for index in range(len(layers)):
+            cache, order = _run_layer(layers, index, lanes, cache, order, remat)
     last = _Joined.of(layers[len(layers) - 1], contexts[0])
     _finish_layer(last, len(layers) - 1, lanes)
-    return [last.merge(lane.carry, lane.received, lane.context) for lane in lanes], cache
+    if head is None:
+        return [last.merge(lane.carry, lane.received, lane.context) for lane in lanes], cache
+    return _run_head(head, last, lanes, order, remat), cache
 
 
 @dataclass(frozen=True)
@@ -203,37 +168,71 @@ def _join(stages: Sequence[Stage]) -> Stage:
     return Stage(compute, stages[-1].communicate)
 
 
-def _run_layer(layer, previous, index, lanes: list[_Lane], cache, after):
-    """One layer for all lanes; the last lane's last communication is left to the next step.
+def _run_layer(layers, index, lanes: list[_Lane], cache, order: Order | None, remat: bool):
+    """Layer `index` for all lanes; the last lane's last communication is left to the next step.
 
-    `after` is what the latest compute gave (None: nothing to wait for). Returns the cache and the
-    new `after`.
+    Returns the cache and the order (None: nothing is fixed).
     """
-    pinned = len(lanes) > 1
+    context = lanes[0].context
+    layer = _Joined.of(layers[index], context)
+    scanned = not isinstance(index, int)
+    previous = _Joined.of(layers[index - 1], context) if scanned or index else None
     for number, stage in enumerate(layer.stages):
+        merges = number == 0 and previous is not None
         for lane in lanes:
-            if number == 0 and previous is not None and lane is lanes[-1]:
+            if merges and lane is lanes[-1]:
                 _finish_layer(
                     previous, index - 1, lanes
                 )  # in flight beside the first lane's compute
-            after = after if pinned else None
+
+            def compute(weights, carry, received, view, stage=stage, merges=merges, lane=lane):
+                this, before = layer.layer if weights is None else weights, previous
+                if remat and scanned:  # taken in here, so that a turn keeps no slice of the stack
+                    this, before = layers[index], _Joined.of(layers[index - 1], context)
+                if merges:
+                    carry, received = before.merge(carry, received, lane.context), None
+                *sent, view = stage.compute(this, carry, received, view, lane.context)
+                return tuple(sent), view
+
             with _scope(index, lane, lanes, stage.compute):
+                after = None if order is None else order.after
                 view = None if cache is None else cache.layer(index, after)
                 inputs = (lane.carry, lane.received, view)
-                if after is not None:
-                    inputs, _ = optimization_barrier((inputs, after))
-                carry, received, view = inputs
-                if number == 0 and previous is not None:
-                    carry, received = previous.merge(carry, received, lane.context), None
-                carry, outgoing, view = stage.compute(
-                    layer.layer, carry, received, view, lane.context
-                )
+                # A turn of a scan ends with the gradients of its weights as it is.
+                weights = None if scanned or not _is_of_arrays(layer.layer) else layer.layer
+                (sent, view), order = _run(compute, weights, inputs, order, remat)
             cache = None if cache is None else cache.with_layer(index, view)
-            lane.carry, lane.outgoing, after = carry, outgoing, (carry, outgoing)
+            lane.carry, lane.outgoing = sent
             final = number == len(layer.stages) - 1 and lane is lanes[-1]
             if not final:
                 lane.received = _communicate(stage, lane, index, lanes)
-    return cache, after
+    return cache, order
+
+
+def _run_head(head, last: _Joined, lanes: list[_Lane], order: Order | None, remat: bool):
+    """What follows the last layer, for all lanes."""
+    results = []
+    for number, lane in enumerate(lanes):
+
+        def compute(_, carry, received, context=lane.context):
+            return head(last.merge(carry, received, context), context), None
+
+        with jax.named_scope(f"head/micro_batch_{number}"):
+            inputs = (lane.carry, lane.received)
+            (result, _), order = _run(compute, None, inputs, order, remat)
+        results.append(result)
+    return results
+
+
+def _run(compute, weights, inputs, order: Order | None, remat: bool):
+    compute = jax.checkpoint(compute) if remat else compute
+    if order is None:
+        return compute(weights, *inputs), None
+    return in_order(compute, weights, inputs, order)
+
+
+def _is_of_arrays(layer: Any) -> bool:
+    return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(layer))
 
 
 def _scope(index, lane: _Lane, lanes: list[_Lane], function: Callable[..., Any]):
@@ -255,35 +254,35 @@ def _communicate(stage: Stage, lane: _Lane, index, lanes: list[_Lane]) -> Any:
         return stage.communicate(lane.outgoing, lane.context)
 
 
-def _run_scanned(layers: StackedLayers, lanes: list[_Lane], cache):
+def _run_scanned(layers: StackedLayers, lanes: list[_Lane], cache, order, remat: bool):
     """Layer 0 peeled, then one loop body for the others.
 
     The last lane runs a communication behind: what it sends at the end of a layer travels over the
     loop boundary as the loop's carry and is communicated beside the first lane's compute.
     """
-    context = lanes[0].context
-    cache, _ = _run_layer(_Joined.of(layers[0], context), None, 0, lanes, cache, None)
+    cache, order = _run_layer(layers, 0, lanes, cache, order, remat)
 
     def body(state, index):
-        carries, received, outgoing, cache = state
-        for lane, carry, got in zip(lanes, carries, [*received, None], strict=True):
-            lane.carry, lane.received = carry, got
-        lanes[-1].outgoing = outgoing
-        after = (lanes[-1].carry, outgoing)
-        layer, before = (_Joined.of(layers[i], context) for i in (index, index - 1))
-        cache, _ = _run_layer(layer, before, index, lanes, cache, after)
-        return _loop_state(lanes, cache), None
+        cache, order = _restore(lanes, state)
+        cache, order = _run_layer(layers, index, lanes, cache, order, remat)
+        return _loop_state(lanes, cache, order), None
 
     if len(layers) == 1:
-        return cache
+        return cache, order
     indices = jnp.arange(1, len(layers), dtype=jnp.int32)
-    state, _ = jax.lax.scan(body, _loop_state(lanes, cache), indices)
-    carries, received, lanes[-1].outgoing, cache = state
+    state, _ = jax.lax.scan(body, _loop_state(lanes, cache, order), indices)
+    return _restore(lanes, state)
+
+
+def _loop_state(lanes: list[_Lane], cache, order: Order | None):
+    carries, received = [lane.carry for lane in lanes], [lane.received for lane in lanes[:-1]]
+    return carries, received, lanes[-1].outgoing, cache, None if order is None else order.token
+
+
+def _restore(lanes: list[_Lane], state):
+    """Cache and order; the latest compute was the last lane's."""
+    carries, received, lanes[-1].outgoing, cache, token = state
     for lane, carry, got in zip(lanes, carries, [*received, None], strict=True):
         lane.carry, lane.received = carry, got
-    return cache
-
-
-def _loop_state(lanes: list[_Lane], cache):
-    received = [lane.received for lane in lanes[:-1]]
-    return [lane.carry for lane in lanes], received, lanes[-1].outgoing, cache
+    after = lanes[-1].carry, lanes[-1].outgoing
+    return cache, None if token is None else Order(after, token)

@@ -170,19 +170,20 @@ def test_bring_your_own_model_decides_nothing(example, monkeypatch):
         example("bring_your_own_model").main()
 
 
-def test_train_writes_a_model_and_resumes(example, tmp_path):
+def test_train_writes_a_model_and_resumes_on_more_devices(example, monkeypatch, tmp_path):
     train = example("train")
     text = tmp_path / "text.txt"
     chapter = "The ship went down to the sea in the evening, and the men sang as they rowed. "
     text.write_text("\n\n\n\n".join(f"Chapter {i}\n\n{chapter * 12}" for i in range(30)))
     out = tmp_path / "model"
     small = dict(
-        out=out, source=str(text), batch=2, length=16, vocab_size=300, hidden=64, layers=1,
+        out=out, source=str(text), batch=4, length=16, vocab_size=300, hidden=64, layers=1,
         experts=8, expert_width=16, save_every=4, quiet=True,
     )  # fmt: skip
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
-        train.main(train.Arguments(steps=4, **small))
-        train.main(train.Arguments(steps=8, **small))
+        train.main(train.Arguments(steps=4, devices=1, **small))
+        monkeypatch.setenv("USE_TBO", "1")
+        train.main(train.Arguments(steps=8, devices=2, **small))
     log = [json.loads(line) for line in (out / "state" / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in log] == [4, 8]
     assert log[1]["loss"] < log[0]["loss"]
@@ -197,4 +198,22 @@ def test_train_writes_a_model_and_resumes(example, tmp_path):
         jax.numpy_dtype_promotion("standard"),
         pytest.raises(SystemExit, match="another model shape"),
     ):
-        train.main(train.Arguments(steps=9, **(small | {"hidden": 128})))
+        train.main(train.Arguments(steps=9, devices=2, **(small | {"hidden": 128})))
+
+
+@pytest.mark.parametrize(
+    ("use_tbo", "batch", "message"),
+    [
+        ("auto", 4, "USE_TBO=auto: the engine decides .* expected 0 or 1"),
+        ("maybe", 4, "USE_TBO=maybe is not understood"),
+        ("1", 6, r"6 sequences a step .* 2 device\(s\) with 2 micro.*: expected a multiple of 4"),
+    ],
+)
+def test_train_refuses_before_it_begins(example, monkeypatch, tmp_path, use_tbo, batch, message):
+    train = example("train")
+    monkeypatch.setenv("USE_TBO", use_tbo)
+    out = tmp_path / "model"
+    small = dict(hidden=64, layers=1, experts=8, expert_width=16, quiet=True)
+    with pytest.raises(ValueError, match=message):
+        train.main(train.Arguments(out=out, batch=batch, devices=2, **small))
+    assert not out.exists()

@@ -251,16 +251,23 @@ class Program:
         )
 
 
+def ancestors_of(jaxpr: Any) -> list[set[int]]:
+    """For each equation, the equations that it needs."""
+    made_by: dict[Any, int] = {}
+    ancestors: list[set[int]] = []
+    for index, eqn in enumerate(jaxpr.eqns):
+        parents = {made_by[v] for v in eqn.invars if isinstance(v, Var) and v in made_by}
+        ancestors.append(parents.union(*(ancestors[p] for p in parents)))
+        made_by |= dict.fromkeys(eqn.outvars, index)
+    return ancestors
+
+
 def program_of(jaxpr: Any, sizes: Sequence[int]) -> Program:
     """Lanes are told apart by their number of tokens, stages by the width of their arrays."""
     lanes = dict(zip(sizes, "ABC", strict=False))
     assert len(lanes) == len(sizes)
-    made_by: dict[Any, int] = {}
-    program = Program([], [], [])
+    program = Program([], [], ancestors_of(jaxpr))
     for index, eqn in enumerate(jaxpr.eqns):
-        parents = {made_by[v] for v in eqn.invars if isinstance(v, Var) and v in made_by}
-        program.ancestors.append(parents.union(*(program.ancestors[p] for p in parents)))
-        made_by |= dict.fromkeys(eqn.outvars, index)
         name = eqn.primitive.name
         if name in ("dot_general", "all_to_all") or name.startswith("psum"):
             *_, size, width = eqn.outvars[0].aval.shape
@@ -316,15 +323,50 @@ def test_every_compute_but_the_first_has_a_barrier(
     assert count_barriers(traced(sizes, scanned)) == barriers
 
 
-def test_the_backward_pass_has_a_barrier_for_each_of_the_forward_pass() -> None:
+def test_the_backward_pass_has_the_reverse_order() -> None:
+    sizes = [6, 1]  # no width is 6 or 1
     layers = layers_of("MMM")
-    run = over_devices(layers, TWO)
-    jaxpr = jax.make_jaxpr(jax.grad(lambda *args: run(*args)[0].sum()))(
-        jax.tree.leaves(layers), hidden_states()
-    )
-    forward = 3 * 4 - 1
-    # jax 0.12 drops the transpose of the one barrier whose cotangent is used nowhere.
-    assert count_barriers(jaxpr) in (2 * forward, 2 * forward - 1)
+    structure = jax.tree.structure(layers)
+
+    def local(leaves, hidden):
+        def loss(leaves, hidden):
+            model = jax.tree.unflatten(structure, leaves)
+            sums = Sums(jnp.full((3, DEPTH), 0.1))
+            return forward(model, hidden, sums, sizes)[0].sum()
+
+        return jax.grad(loss, argnums=(0, 1))(leaves, hidden)
+
+    run = jax.shard_map(
+        local, mesh=make_mesh(DEVICES), in_specs=(WHOLE, SHARDED), out_specs=(WHOLE, SHARDED),
+        check_vma=False,
+    )  # fmt: skip
+    jaxpr = inner(jax.make_jaxpr(run)(jax.tree.leaves(layers), hidden_states()), "shard_map")
+    ancestors = ancestors_of(jaxpr)
+    dots = [(i, eqn) for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general"]
+    dots = dots[3 * 4 :]  # behind those of the forward pass
+    # For each compute the product that gives its input's gradient, and the one of its weight.
+    by_input = [(i, eqn) for i, eqn in dots if eqn.outvars[0].aval.shape[0] in sizes]
+    by_weight = [(i, eqn) for i, eqn in dots if eqn.outvars[0].aval.shape[0] not in sizes]
+    lanes = "".join("AB"[sizes.index(eqn.outvars[0].aval.shape[0])] for _, eqn in by_input)
+    assert lanes == "BA" * 6
+    assert len(by_weight) == 12
+    for (one, eqn), (later, _) in itertools.pairwise(by_input):
+        grad = next(v for v in eqn.invars if v.aval.shape[0] in sizes)
+        (weight,) = (i for i, other in by_weight if grad in other.invars)
+        assert {one, weight} <= ancestors[later]
+    sent = [
+        (i, eqn.outvars[0].aval.shape[-2])
+        for i, eqn in enumerate(jaxpr.eqns[dots[0][0] :], dots[0][0])
+        if eqn.primitive.name == "all_to_all" or eqn.primitive.name.startswith("psum")
+    ]
+    assert len(sent) >= 11  # the very first is before all of them
+    for index, size in sent[:-1]:
+        assert any(
+            eqn.outvars[0].aval.shape[0] != size
+            and index not in ancestors[i]
+            and i not in ancestors[index]
+            for i, eqn in by_input
+        )
 
 
 @pytest.mark.parametrize(("sizes", "order"), [(TWO, ORDER_OF_TWO * 3), (THREE, ORDER_OF_THREE * 3)])

@@ -84,7 +84,6 @@ class LayerContext:
     live: jax.Array  # [T] bool, false for padding
     tensor: TensorParallel = ONE_DEVICE
     experts: Callable[..., jax.Array] = apply_experts  # see `moe.experts.apply_experts`
-    balance_loss_weight: float = 0.0  # training: weight of the routers' load-balancing loss
 
 
 def live_tokens(batch: ForwardBatch) -> jax.Array:

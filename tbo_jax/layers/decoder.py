@@ -107,7 +107,7 @@ class SparseLayer(nnx.Module):
     def route(self, hidden, attended, cache, context: LayerContext):
         hidden = context.tensor.part(hidden) + attended
         normed = self.post_attention_layernorm(hidden)
-        message, slots = self.mlp.route(normed, context)
+        message, slots, cache = self.mlp.route(normed, cache, context)
         kept = None if self.mlp.shared_experts is None else normed
         return (hidden, slots, kept), message, cache
 

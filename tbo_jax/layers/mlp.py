@@ -11,8 +11,8 @@ from flax import nnx
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.context import LayerContext
 from tbo_jax.layers.linear import Linear, project
+from tbo_jax.moe.balance import RouterLoad
 from tbo_jax.moe.expert_weights import ExpertWeights
-from tbo_jax.moe.routing import attach_loss
 from tbo_jax.sharding import Shard
 
 
@@ -108,17 +108,19 @@ class SparseMoe(nnx.Module):
         self.gate_up_bias, self.down_bias = stacked.gate_up_bias, stacked.down_bias
         self.layer = nnx.data(jnp.asarray(layer, jnp.int32))
 
-    def route(self, x: jax.Array, context: LayerContext) -> tuple[Any, Any]:
-        """A device's tokens [P, D] -> the message to the experts, and what unpacks the answer."""
+    def route(self, x: jax.Array, cache: Any, context: LayerContext) -> tuple[Any, Any, Any]:
+        """A device's tokens [P, D] -> the message to the experts, what unpacks the answer, cache.
+
+        Training keeps a `RouterLoad` for a cache, to which the choices are added.
+        """
         logits = self.gate(x)
         bias = self.gate.correction_bias
         weights, experts = self.routing.route(logits, None if bias is None else bias[...])
-        if context.balance_loss_weight:
-            loss = self.routing.balance_loss(logits, experts)
-            weights = attach_loss(weights, context.balance_loss_weight * loss)
+        if isinstance(cache, RouterLoad):
+            cache = cache.add(self.routing.shares(logits), experts)
         live = context.tensor.part(context.live)
         experts = jnp.where(live[:, None], experts, -1)  # padding reaches no expert
-        return context.exchange.pack(x, experts, weights.astype(x.dtype))
+        return *context.exchange.pack(x, experts, weights.astype(x.dtype)), cache
 
     def shared(self, x: jax.Array) -> jax.Array:
         """[P, D] -> [P, D]: the shared experts, on the device that has the tokens."""

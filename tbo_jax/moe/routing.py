@@ -89,46 +89,15 @@ class Routing:
         taken = (best[:, :, None] == jnp.arange(self.num_groups)).any(1)  # [T, groups]
         return jnp.where(taken[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
-    def balance_loss(self, logits: jax.Array, experts: jax.Array) -> jax.Array:
-        """Auxiliary loss that is 1 when tokens are spread evenly over the experts, more when not.
+    def shares(self, logits: jax.Array) -> jax.Array:
+        """[T, E] -> [T, E] float32: the scores with a sum of one a token, for the balancing loss.
 
-        Switch Transformer (Fedus et al. 2021), equation 4, with K choices a token. Sigmoid scores
-        are scaled to a sum of one first, as DeepSeek-V3 does (equation 19).
-
-        Args:
-            logits: [T, E] router logits.
-            experts: [T, K] chosen experts.
+        Softmax scores have it; sigmoid scores are scaled, as DeepSeek-V3 does (equation 19).
         """
         scores = self.scores(logits)
-        if self.score == "sigmoid":
-            scores = scores / scores.sum(-1, keepdims=True)
-        num_experts = logits.shape[-1]
-        share = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32).mean((0, 1))
-        return num_experts * jnp.sum(scores.mean(0) * share)
+        return scores / scores.sum(-1, keepdims=True) if self.score == "sigmoid" else scores
 
 
 def top_k_softmax(logits: jax.Array, top_k: int, renormalize: bool) -> tuple[jax.Array, jax.Array]:
     """Softmax over all experts, then the `top_k` largest; see `Routing.route`."""
     return Routing(top_k, renormalize=renormalize).route(logits)
-
-
-@jax.custom_vjp
-def attach_loss(x: jax.Array, loss: jax.Array) -> jax.Array:
-    """`x` unchanged; the gradient of whatever is differentiated gains the gradient of `loss`.
-
-    An auxiliary loss inside a layer thus needs no way out through the stages (the technique of
-    Megatron-LM's `MoEAuxLossAutoScaler`). It presumes that the cotangents are those of a loss with
-    weight one.
-    """
-    return x
-
-
-def _attach_forward(x, loss):
-    return x, loss
-
-
-def _attach_backward(loss, grad):
-    return grad, jnp.ones_like(loss)
-
-
-attach_loss.defvjp(_attach_forward, _attach_backward)

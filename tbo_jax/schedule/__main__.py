@@ -18,7 +18,7 @@ import tyro
 
 from tbo_jax.moe.exchange import Transport
 from tbo_jax.progress import progress_bar
-from tbo_jax.schedule.model_step import StepShape, inspect_model, list_presets, read_shape
+from tbo_jax.schedule.model_step import Phase, StepShape, inspect_model, list_presets, read_shape
 from tbo_jax.schedule.report import ScheduleReport
 from tbo_jax.schedule.table import print_report
 from tbo_jax.schedule.targets import find_target, list_targets
@@ -35,12 +35,14 @@ class Arguments:
     """A config.json, a folder that holds one, or the name of a public shape (--list-targets)."""
     target: str = "h100x8"
     """The machine: h100x8, v5e:2x4, ... (--list-targets)."""
-    phase: Literal["decode", "prefill"] = "decode"
-    """One token of each sequence, or whole prompts."""
+    phase: Phase = "decode"
+    """One token of each sequence, whole prompts, or a step of training."""
     tokens: int = 256
     """Tokens of each rank: a device, or as many as --tensor-parallel says."""
     context: int = 4096
     """Tokens of each sequence."""
+    remat: bool = False
+    """Training: compute the layers anew in the backward pass instead of keeping what is in them."""
     micro_batches: str = "1,2"
     """Numbers of micro-batches to compare."""
     loop: Literal["unrolled", "scanned"] = "unrolled"
@@ -101,7 +103,7 @@ def run(args: Arguments) -> list[ScheduleReport]:
     if layers is None:
         layers = whole.num_layers if scanned else min(UNROLLED_LAYERS, whole.num_layers)
     config = read_shape(args.config, layers)
-    shape = StepShape(args.phase, args.tokens, args.context)
+    shape = StepShape(args.phase, args.tokens, args.context, args.remat)
     reports = []
     with progress_bar("compiling", not args.quiet) as update:
         update(0, len(counts))
@@ -120,7 +122,8 @@ def run(args: Arguments) -> list[ScheduleReport]:
             update(len(reports), len(counts))
     of_each = "device" if args.tensor_parallel == 1 else "rank"
     title = (
-        f"{args.config}, {layers} of {whole.num_layers} layers {args.loop}; {args.phase}, "
+        f"{args.config}, {layers} of {whole.num_layers} layers {args.loop}; {args.phase}"
+        f"{' with remat' if args.remat else ''}, "
         f"{args.tokens} tokens a {of_each}, context {args.context}; {target.name}"
     )
     print_report(title, reports, target, whole.num_layers - layers)

@@ -34,17 +34,19 @@ def audit(module: Module) -> list[Finding]:
     """Look through a compiled step.
 
     Parameters that are updated in place (aliased) count as the cache, other large ones of floating
-    point as weights. Found are: copies of either; slices of stacked weights that a loop
-    materialises; pages gathered out of the cache; large arrays that are padded; and donated
-    parameters that are not updated in place.
+    point as weights. A step with a backward pass has no cache: it updates weights in place. Found
+    are: copies of either; slices of stacked weights that a loop materialises; pages gathered out of
+    the cache; large arrays that are padded; and donated parameters that are not updated in place.
     """
     parameters = module.entry.parameters
+    trains = any("transpose(jvp" in i.op_name for i in module.entry.instructions)
     cache: list[Array] = []
     weights: list[Array] = []
     for number, parameter in parameters.items():
         for array in parameter.arrays:
             if array.bytes >= LARGE:
-                (cache if number in module.aliased_parameters else weights).append(array)
+                kept = number in module.aliased_parameters and not trains
+                (cache if kept else weights).append(array)
     weights = [array for array in weights if array.dtype.startswith(("f", "bf"))]
     found = [
         _finding("donated, but not updated in place", parameters[number])

@@ -1,4 +1,4 @@
-"""The runner's own step for a model's shape: weights abstract, nothing allocated."""
+"""The steps that decode and train, for a model's shape: weights abstract, nothing allocated."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tbo_jax.attention import gpu_paged, paged, tpu_paged
+from tbo_jax.compiler_options import Options
 from tbo_jax.config import OverlapConfig
 from tbo_jax.layers.config import DecoderConfig, HfConfig
 from tbo_jax.layers.decoder import CausalLM
@@ -23,8 +27,10 @@ from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.report import ScheduleReport, inspect
 from tbo_jax.schedule.targets import Target
 from tbo_jax.shapes import Bucket, CacheConfig
+from tbo_jax.sharding import RANKS
+from tbo_jax.training import NextTokenLoss, abstract_train_state, make_train_step
 
-Phase = Literal["decode", "prefill"]
+Phase = Literal["decode", "prefill", "train"]
 PAGE_SIZE = 64  # tokens
 
 
@@ -88,11 +94,15 @@ def last_layers(config: DecoderConfig, count: int) -> DecoderConfig:
 
 @dataclasses.dataclass(frozen=True)
 class StepShape:
-    """The step to look at: `tokens` tokens a device, sequences of `context` tokens."""
+    """The step to look at: `tokens` tokens a device, sequences of `context` tokens.
+
+    `remat` is for training, see `NextTokenLoss`.
+    """
 
     phase: Phase
     tokens: int
     context: int
+    remat: bool = False
 
     @property
     def bucket(self) -> Bucket:
@@ -106,6 +116,24 @@ class StepShape:
         """A cache that holds all sequences of the step."""
         pages = -(-self.context // PAGE_SIZE)
         return CacheConfig(self.bucket.sequences * pages + 1, PAGE_SIZE, pages, self.tokens)
+
+    def check(self, micro_batches: int) -> None:
+        """Raise ValueError unless the step exists and can be cut into so many micro-batches."""
+        for name, value in {"tokens": self.tokens, "context": self.context}.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if micro_batches < 1 or micro_batches > self.tokens:
+            raise ValueError(
+                f"{self.tokens} tokens do not divide into {micro_batches} micro-batches"
+            )
+        if self.phase != "train":
+            if self.remat:
+                raise ValueError(f"remat is for training: {self.phase} has no backward pass")
+        elif self.tokens % (micro_batches * self.context):
+            raise ValueError(
+                f"{self.tokens} tokens a device are not {micro_batches} micro-batch(es) of whole "
+                f"sequences: expected a multiple of {micro_batches} x {self.context}, the context"
+            )
 
 
 def inspect_model(
@@ -123,27 +151,18 @@ def inspect_model(
     Raises:
         ValueError: the shape does not fit the model or the target.
     """
-    for name, value in {"tokens": shape.tokens, "context": shape.context}.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if micro_batches < 1 or micro_batches > shape.tokens:
-        raise ValueError(f"{shape.tokens} tokens do not divide into {micro_batches} micro-batches")
+    shape.check(micro_batches)
     if scanned and any(
         config.is_sparse(i) != config.is_sparse(0) for i in range(config.num_layers)
     ):
         raise ValueError("layers of different kinds cannot be scanned: use the unrolled loop")
+    lower = _lower_training if shape.phase == "train" else _lower_decoding
+    model, mesh = abstract_model(config, scanned), target.mesh(tensor)
     if micro_batches == 1:
         overlap = OverlapConfig()
     else:
         overlap = OverlapConfig("on", num_micro_batches=micro_batches)
-    runner = ModelRunner(
-        abstract_model(config, scanned),
-        shape.cache,
-        mesh=target.mesh(tensor),
-        overlap=overlap,
-        transport=transport,
-    )
-    lowered = runner.lower(shape.bucket, micro_batches)
+    lowered, options = lower(model, mesh, shape, overlap, transport)
     # Of a micro-batch, and of it what one device of the rank routes.
     tokens = -(-shape.tokens // micro_batches)
     routed = -(-tokens // tensor)
@@ -157,12 +176,39 @@ def inspect_model(
         lowered,
         target,
         micro_batches=micro_batches,
-        options=runner.compiler_options(micro_batches),
+        options=options,
         trip_counts=expected_turns(config, devices, routed, shape),
         kernels=attention_work(config.of_device(tensor), tokens, shape)
         | expert_work(config, devices, routed),
         ragged_rows=ragged_rows,
     )
+
+
+def _lower_decoding(
+    model: CausalLM, mesh: Mesh, shape: StepShape, overlap: OverlapConfig, transport: Any
+) -> tuple[jax.stages.Lowered, Options]:
+    """The runner's step, and what XLA is told for it."""
+    runner = ModelRunner(model, shape.cache, mesh=mesh, overlap=overlap, transport=transport)
+    count = runner.micro_batches(shape.bucket)
+    return runner.lower(shape.bucket, count), runner.compiler_options(count)
+
+
+def _lower_training(
+    model: CausalLM, mesh: Mesh, shape: StepShape, overlap: OverlapConfig, transport: Any
+) -> tuple[jax.stages.Lowered, Options]:
+    """The step of training with AdamW, and what XLA is told for it."""
+    loss = NextTokenLoss(
+        model, mesh=mesh, overlap=overlap, transport=transport, balance_weight=0.001,
+        remat=shape.remat,
+    )  # fmt: skip
+    optimizer = optax.adamw(1e-4)
+    tokens = jax.ShapeDtypeStruct(
+        (shape.tokens // shape.context * mesh.size, shape.context + 1),
+        jnp.int32,
+        sharding=NamedSharding(mesh, PartitionSpec(RANKS)),
+    )
+    state = abstract_train_state(model, optimizer, loss)
+    return make_train_step(loss, optimizer).lower(state, tokens), loss.compiler_options()
 
 
 def abstract_model(config: DecoderConfig, scanned: bool) -> CausalLM:
@@ -180,7 +226,9 @@ def expected_turns(
     turns = paged.expected_turns(shape.context, PAGE_SIZE)
     if config.num_experts:
         rows = tokens * num_devices * config.num_experts_per_token / config.num_experts
-        turns |= grouped_matmul.expected_turns(rows, config.num_experts // num_devices)
+        here = config.num_experts // num_devices
+        most = tokens * num_devices * min(config.num_experts_per_token, here)
+        turns |= grouped_matmul.expected_turns(rows, here, most)
         turns |= _expert_chunks(config, num_devices, tokens)
     return turns
 

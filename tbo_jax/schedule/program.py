@@ -148,7 +148,8 @@ class Program:
         # Its own scopes only: those of a loop around it are that one's.
         scopes = re.split(r"/while/(?:body|cond)/", instruction.op_name)[-1]
         for part, turns in self.trip_counts.items():
-            if re.search(rf"(?:^|/){re.escape(part)}(?:/|$)", scopes):
+            # In a backward pass a scope is in parentheses: jvp(expert_blocks_64).
+            if re.search(rf"(?:^|[/(]){re.escape(part)}\)*(?:/|$)", scopes):
                 return turns
         self.assumed_loops[instruction.name] = 1
         return 1

@@ -14,7 +14,7 @@ from tbo_jax.compiler_options import Options, compiler_options
 from tbo_jax.schedule.audit import Finding, audit
 from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.hlo import Module, parse
-from tbo_jax.schedule.scopes import find_scope
+from tbo_jax.schedule.scopes import BACKWARD, find_scope
 from tbo_jax.schedule.targets import Target, find_target
 from tbo_jax.schedule.timeline import Timeline, Transfer, simulate
 
@@ -81,6 +81,20 @@ class ScheduleReport:
         """What overlap could give at most: (compute + communication) / the longer of them."""
         longer = max(self.compute, self.communication)
         return (self.compute + self.communication) / longer if longer else 1.0
+
+    def hidden_by_pass(self) -> dict[str, tuple[float, float]]:
+        """Of a step of training (else empty): of each part of it, seconds of communication, hidden.
+
+        Those of the layers' forward and backward pass, and of the sums outside of the layers: of
+        gradients over the ranks, of metrics.
+        """
+        parts = dict.fromkeys(("forward", "backward", "sums"), (0.0, 0.0))
+        for c in self.collectives:
+            forward = "forward" if c.scope else "sums"
+            part = "backward" if c.scope.endswith(BACKWARD) else forward
+            seconds, hidden = parts[part]
+            parts[part] = seconds + c.turns * c.seconds, hidden + c.turns * c.hidden
+        return parts if parts["backward"][0] else {}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the timeline and the program."""
@@ -201,11 +215,15 @@ def layer_body(collectives: Sequence[CollectiveReport]) -> list[CollectiveReport
 def layer_seconds(timeline: Timeline) -> float | None:
     """Modelled time from the start of an unrolled layer to that of the next, in the middle.
 
-    None with fewer than three layers: the first and the last one differ from the others.
+    None with fewer than three layers: the first and the last one differ from the others. None of
+    a step of training, in which they come twice.
     """
     starts: dict[int, float] = {}
     for event in timeline.events:
-        match = re.match(r"layer_(\d+)/", scope_of(event.op_name))
+        scope = scope_of(event.op_name)
+        if scope.endswith(BACKWARD):
+            return None
+        match = re.match(r"layer_(\d+)/", scope)
         if match and event.lane == "compute":
             number = int(match[1])
             starts[number] = min(starts.get(number, event.start), event.start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+BACKWARD = "(backward)"  # at the end of a label
 _SCOPE = re.compile(r"(?:^|[/(])(layers|layer_\d+)/micro_batch_(\d+)/([^/()]+)\)*(?:/|$)")
 
 
@@ -24,7 +25,7 @@ class Scope:
 
     @property
     def label(self) -> str:
-        return f"{self.function} (backward)" if self.backward else self.function
+        return f"{self.function} {BACKWARD}" if self.backward else self.function
 
 
 def find_scope(op_name: str) -> Scope | None:

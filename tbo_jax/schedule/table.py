@@ -63,6 +63,10 @@ def _summary(reports: Sequence[ScheduleReport], layers_left_out: int) -> Table:
     row("communication", [_ms(r.communication) for r in reports])
     row("  hidden", [f"{r.hidden_share:.1%}" for r in reports])
     row("  exposed", [_ms(r.exposed) for r in reports])
+    passes = [r.hidden_by_pass() for r in reports]
+    for name in passes[0] if all(passes) else ():
+        label = f"  of {name}" + (" over ranks" if name == "sums" else "")
+        row(label, [_hidden(*p[name]) for p in passes])
     row(f"speed-up over {_name(reports[0])}", [f"{first / r.step:.3f}" for r in reports])
     row("  best that overlap could give", [f"{r.best_speedup:.3f}" for r in reports])
     row("memory traffic", [_mb(r.memory_bytes) for r in reports])
@@ -133,6 +137,10 @@ def _notes(report: ScheduleReport) -> list[str]:
 def _needed(report: ScheduleReport) -> str:
     fits = report.memory is None or report.needed_bytes <= report.memory
     return f"{report.needed_bytes / 1e9:.1f} GB" + ("" if fits else " (!)")
+
+
+def _hidden(seconds: float, hidden: float) -> str:
+    return f"{_ms(seconds)}, {hidden / seconds if seconds else 1:.1%} hidden"
 
 
 def _ms(seconds: float) -> str:

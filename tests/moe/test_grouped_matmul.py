@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.moe.experts import apply_experts
-from tbo_jax.moe.grouped_matmul import BLOCK_ROWS, for_each_block, grouped_matmul
+from tbo_jax.moe.grouped_matmul import (
+    BLOCK_ROWS,
+    block_sizes,
+    expected_turns,
+    for_each_block,
+    grouped_matmul,
+)
 from tests.moe.stacks import CLAMPED, between_others, one_by_one
 
 ROWS, GROUPS, DEPTH, WIDTH = 600, 8, 5, 3
@@ -75,6 +81,27 @@ def test_product_and_gradients_equal_the_reference(sizes: list[int]) -> None:
     found = gradients(lhs, rhs, group_sizes, weight)
     np.testing.assert_array_equal(found[0], lhs_grad)
     np.testing.assert_array_equal(found[1], rhs_grad)
+
+
+def test_large_groups_have_large_blocks() -> None:
+    assert block_sizes(2047, 2) == [1, 4, 16, 64]
+    assert block_sizes(2048, 2) == [1, 4, 16, 64, 256]
+    assert block_sizes(1 << 18, 16)[-1] == 1024
+    assert expected_turns(600, 2, 2048) == {
+        "expert_blocks_1": 0, "expert_blocks_4": 0, "expert_blocks_16": 0, "expert_blocks_64": 0,
+        "expert_blocks_256": 6,
+    }  # fmt: skip
+    rng = np.random.default_rng(2)
+    lhs, rhs, weight = (
+        rng.integers(-4, 5, shape).astype(np.float32)
+        for shape in ((2048, DEPTH), (2, DEPTH, WIDTH), (2048, WIDTH))
+    )
+    sizes = np.array([1500, 300], np.int32)
+    expected = np.concatenate([lhs[:1500] @ rhs[0], lhs[1500:1800] @ rhs[1]])
+    np.testing.assert_array_equal(product(lhs, rhs, sizes)[:1800], expected)
+    _, rhs_grad = gradients(lhs, rhs, sizes, weight)
+    np.testing.assert_array_equal(rhs_grad[0], lhs[:1500].T @ weight[:1500])
+    np.testing.assert_array_equal(rhs_grad[1], lhs[1500:1800].T @ weight[1500:1800])
 
 
 def test_rows_past_the_groups_are_not_read() -> None:

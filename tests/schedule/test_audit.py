@@ -66,6 +66,13 @@ def test_kinds(line: str, kind: str) -> None:
     assert finding.instruction in str(finding) and "tbo_jax/x.py:7" in str(finding)
 
 
+def test_training_updates_weights_in_place_and_has_no_cache() -> None:
+    backward = META.replace("jit(step)/", "jit(step)/transpose(jvp(layer_1))/")
+    gather = f"  %g.1 = bf16[64,64,512]{{2,1,0}} gather(%c, %i){backward}"
+    copy = f"  %copy.1 = {CACHE}{{0,1,2}} copy(%c){META}"
+    assert kinds(f"{gather}\n{copy}") == ["copy of a weight"]
+
+
 def test_what_a_fusion_ends_in_counts() -> None:
     slices = fused(
         f"bf16[1,{WEIGHT[5:]}",

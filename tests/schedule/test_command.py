@@ -89,6 +89,12 @@ def test_buckets_and_caches_hold_the_step() -> None:
         (StepShape("decode", 0, 64), 1, "tokens must be at least 1, got 0"),
         (StepShape("decode", 4, 0), 1, "context must be at least 1, got 0"),
         (StepShape("decode", 4, 64), 5, "4 tokens do not divide into 5 micro-batches"),
+        (StepShape("prefill", 4, 64, remat=True), 1, "remat is for training: prefill has no"),
+        (
+            StepShape("train", 192, 64),
+            2,
+            r"192 tokens .* 2 micro-batch\(es\) .* multiple of 2 x 64",
+        ),
     ],
 )
 def test_bad_steps_are_refused(shape: StepShape, count: int, message: str) -> None:
