@@ -29,6 +29,7 @@ _GPU_COLLECTIVES = (
     "collective-permute",
 )
 _GPU_COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
+_JOINED_SUMS = str(30 << 20)  # bytes; XLA's own default
 _MOST_COLLECTIVES = 1000  # of one kind in a program that is given a profile
 
 
@@ -65,8 +66,9 @@ def compiler_options(
             "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
         }
         # Else XLA joins small sums of both micro-batches to one, which then waits for the second.
-        kinds = [kind for kind in _GPU_COMBINED if not (training and kind == "all_reduce")]
-        options |= {f"xla_gpu_{kind}_combine_threshold_bytes": "0" for kind in kinds}
+        options |= {f"xla_gpu_{kind}_combine_threshold_bytes": "0" for kind in _GPU_COMBINED}
+        if training:  # those of gradients may be joined
+            options["xla_gpu_all_reduce_combine_threshold_bytes"] = _JOINED_SUMS
         if ragged:  # the counts of one micro-batch travel beside the payload of the other
             options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
     return options

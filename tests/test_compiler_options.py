@@ -49,6 +49,14 @@ def test_the_ragged_transport_sends_counts_beside_the_payload(own_cache: Path) -
     }
 
 
+def test_training_starts_exchanges_before_sums_of_gradients(own_cache: Path) -> None:
+    options = compiler_options("gpu", 8, 2, training=True)
+    profile = Path(str(options["xla_gpu_pgle_profile_file_or_directory_path"])).read_text()
+    assert '"all-to-all-start.7"' in profile
+    assert '"all-reduce-start' not in profile
+    assert options["xla_gpu_all_reduce_combine_threshold_bytes"] != "0"
+
+
 def test_the_profile_is_written_once(own_cache: Path) -> None:
     first = compiler_options("gpu", 8, 2)
     profile = own_cache / "tbo_jax" / "collectives_first.pbtxt"
