@@ -177,7 +177,7 @@ def test_train_writes_a_model_and_resumes_on_more_devices(example, monkeypatch, 
     text.write_text("\n\n\n\n".join(f"Chapter {i}\n\n{chapter * 12}" for i in range(30)))
     out = tmp_path / "model"
     small = dict(
-        out=out, source=str(text), batch=4, length=16, vocab_size=300, hidden=64, layers=1,
+        out=out, source=str(text), batch=4, length=8, vocab_size=300, hidden=64, layers=1,
         experts=8, expert_width=16, save_every=4, quiet=True,
     )  # fmt: skip
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
