@@ -40,8 +40,9 @@ from tbo_jax import OverlapConfig
 from tbo_jax.checkpoint.save import save_model
 from tbo_jax.layers.config import HfConfig
 from tbo_jax.layers.decoder import CausalLM
+from tbo_jax.loss import NextTokenLoss
 from tbo_jax.sharding import make_mesh
-from tbo_jax.training import NextTokenLoss, init_train_state, make_train_step
+from tbo_jax.training import init_train_state, make_train_step
 
 END_OF_TEXT_ID = 0  # of the tokenizer that `corpus.py` trains
 

@@ -17,8 +17,9 @@ from tbo_jax import OverlapConfig
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.rotary import RotaryConfig
+from tbo_jax.loss import NextTokenLoss
 from tbo_jax.sharding import make_mesh
-from tbo_jax.training import NextTokenLoss, init_train_state, make_train_step
+from tbo_jax.training import init_train_state, make_train_step
 
 LENGTH, BALANCE = 3, 0.3
 DENSE = DecoderConfig(

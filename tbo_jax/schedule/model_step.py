@@ -19,6 +19,7 @@ from tbo_jax.compiler_options import Options
 from tbo_jax.config import OverlapConfig
 from tbo_jax.layers.config import DecoderConfig, HfConfig
 from tbo_jax.layers.decoder import CausalLM
+from tbo_jax.loss import NextTokenLoss
 from tbo_jax.models import find_architecture
 from tbo_jax.moe import gpu_experts, grouped_matmul, tpu_experts
 from tbo_jax.moe.ragged_exchange import expected_destinations
@@ -28,7 +29,7 @@ from tbo_jax.schedule.report import ScheduleReport, inspect
 from tbo_jax.schedule.targets import Target
 from tbo_jax.shapes import Bucket, CacheConfig
 from tbo_jax.sharding import RANKS
-from tbo_jax.training import NextTokenLoss, abstract_train_state, make_train_step
+from tbo_jax.training import abstract_train_state, make_train_step
 
 Phase = Literal["decode", "prefill", "train"]
 PAGE_SIZE = 64  # tokens

@@ -166,3 +166,16 @@ def test_inspect_refuses_what_comes_too_late() -> None:
         inspect(lowered, CPU, jnp.ones(3))
     with pytest.raises(ValueError, match="compiled already"):
         inspect(lowered.compile(), CPU, options={"xla_dump_to": "x"})
+
+
+def test_training_is_reported_by_pass() -> None:
+    found = of_fixture("gpu_unrolled")
+    assert found.hidden_by_pass() == {}
+    one = replace(found.collectives[0], seconds=2.0, turns=3, hidden=1.0)
+    scopes = ("layer_0/micro_batch_0/dispatch", "layer_0/micro_batch_0/dispatch (backward)", "")
+    of_each = [replace(one, scope=scope) for scope in scopes]
+    training = replace(found, collectives=(*of_each, of_each[1]))
+    assert training.hidden_by_pass() == {
+        "forward": (6.0, 3.0), "backward": (12.0, 6.0), "sums": (6.0, 3.0),
+    }  # fmt: skip
+    print_report("title", [training], find_target("h100x8"))
