@@ -171,6 +171,14 @@ def data_dependent_loops(inner_scope: str = "inner/") -> str:
     return module(entry, loops)
 
 
+def test_scopes_of_a_backward_pass_are_in_parentheses() -> None:
+    turns = {"key_blocks": 5, "inner": 2.5}
+    plain = run_text(data_dependent_loops(), trip_counts=turns)
+    backward = run_text(data_dependent_loops("transpose(jvp(inner))/"), trip_counts=turns)
+    assert backward.compute == plain.compute > 0
+    assert not backward.assumed_loops
+
+
 def test_turns_that_depend_on_data_are_given_by_scope() -> None:
     timeline = run_text(data_dependent_loops(), trip_counts={"key_blocks": 5, "inner": 2.5})
     assert timeline.step == 5 * 2.5 * 2
