@@ -31,7 +31,9 @@ class Order:
     @classmethod
     def start(cls, inputs: Any) -> Order:
         """Before the first compute, of whose inputs one at least should be differentiated."""
-        leaves = (leaf for leaf in jax.tree.leaves(inputs) if jnp.issubdtype(leaf, jnp.inexact))
+        leaves = (
+            leaf for leaf in jax.tree.leaves(inputs) if jnp.issubdtype(leaf.dtype, jnp.inexact)
+        )
         first = next(leaves, None)
         return cls(None, jnp.zeros((), jnp.float32) if first is None else _token(first))
 
