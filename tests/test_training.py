@@ -146,7 +146,7 @@ slow = pytest.mark.slow
     ("config", "devices", "count", "scanned", "remat"),
     [
         pytest.param(DENSE, 1, 1, False, False, id="dense"),
-        pytest.param(DENSE, 4, 3, True, False, id="dense-4-devices-3-parts-scanned"),
+        pytest.param(DENSE, 4, 3, True, False, marks=slow, id="dense-4-devices-3-parts-scanned"),
         pytest.param(MIXED, 4, 2, False, True, id="mixed-4-devices-2-parts-remat"),
         *[
             pytest.param(config, devices, count, scanned, remat, marks=slow)
@@ -172,9 +172,8 @@ def test_loss_and_gradient_are_those_of_a_plain_model(
 
 
 def test_a_few_steps_lower_the_loss_and_compile_once(compilations: Any) -> None:
-    mesh = make_mesh(2)
-    model = CausalLM(MIXED, rngs=nnx.Rngs(0))
-    loss = NextTokenLoss(model, mesh=mesh, overlap=overlap(2), balance_weight=0.01)
+    model = CausalLM(dataclasses.replace(SPARSE, num_layers=1), rngs=nnx.Rngs(0))
+    loss = NextTokenLoss(model, mesh=make_mesh(2), overlap=overlap(2), balance_weight=0.01)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
         state = init_train_state(model, optimizer, loss)
@@ -192,10 +191,10 @@ def test_a_few_steps_lower_the_loss_and_compile_once(compilations: Any) -> None:
     assert losses[-1] < losses[0] - 0.1
     assert int(state.step) == 5
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
-    experts = state.weights["layers"][1]["mlp"]["down_proj"].get_value()
+    experts = state.weights["layers"][0]["mlp"]["down_proj"].get_value()
     assert {shard.data.shape[0] for shard in experts.addressable_shards} == {4}
     for moments in (state.optimizer_state[1][0].mu, state.optimizer_state[1][0].nu):
-        held = moments["layers"][1]["mlp"]["down_proj"].get_value()
+        held = moments["layers"][0]["mlp"]["down_proj"].get_value()
         assert held.sharding.is_equivalent_to(experts.sharding, 3)
 
 
