@@ -189,7 +189,7 @@ def _run_layer(layers, index, lanes: list[_Lane], cache, order: Order | None, re
                 this, before = layer.layer if weights is None else weights, previous
                 if remat and scanned:  # taken in here, so that a turn keeps no slice of the stack
                     this, before = layers[index], _Joined.of(layers[index - 1], context)
-                if merges:
+                if merges and before is not None:
                     carry, received = before.merge(carry, received, lane.context), None
                 *sent, view = stage.compute(this, carry, received, view, lane.context)
                 return tuple(sent), view

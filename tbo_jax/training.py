@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ def train_state_shardings(
     What an optimizer keeps for each weight goes where the weight is, the rest to every rank. The
     state may be abstract (`jax.eval_shape`).
     """
-    whole = NamedSharding(loss.mesh, PartitionSpec())
+    whole: Any = NamedSharding(loss.mesh, PartitionSpec())
     weights = jax.tree.map(lambda spec: NamedSharding(loss.mesh, spec), loss.specs)
     kept = optax.tree_map_params(
         optimizer,
