@@ -75,9 +75,7 @@ def grouped_experts(rows: jax.Array, matrices: ExpertWeights, group_sizes: jax.A
         product = project(hidden.astype(x.dtype), matrices.down, matrices.down_bias)
         return jax.lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), start, 0)
 
-    return for_each_block(
-        block, zeros(rows.shape, rows.dtype, group_sizes, rows), group_sizes, rows.shape[0]
-    )
+    return for_each_block(block, zeros(rows.shape, rows.dtype, rows), group_sizes, rows.shape[0])
 
 
 def _activate(matrices: ExpertWeights, hidden: jax.Array) -> jax.Array:
