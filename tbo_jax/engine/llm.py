@@ -96,7 +96,8 @@ class LLM:
             num_pages: pages of each device; default what `max_sequences` full contexts need, within
                 1 GiB on CPU and 90 % of the free memory on an accelerator.
             scanned: one loop over stacked layers instead of unrolled ones: compiles in a fraction
-                of the time, and copies each layer's weights in every step on CPU and GPU.
+                of the time, and copies each layer's weights but the experts in every step on CPU
+                and GPU.
             transport: of the expert exchange (`moe.exchange` has a table).
             dispatch_dtype: round what travels to the experts to 8 bits, "float8_e4m3fn" or "int8",
                 with a scale for each token: half the bytes of bfloat16, and other text.
