@@ -17,10 +17,11 @@ from tbo_jax.compiler_options import Options, compiler_options
 from tbo_jax.config import OverlapConfig
 from tbo_jax.layers.context import DenseAttention, LayerContext
 from tbo_jax.layers.decoder import CausalLM
+from tbo_jax.layers.exchange import exchange_of
 from tbo_jax.layers.rotary import rotary_table
 from tbo_jax.moe.balance import RouterLoad
-from tbo_jax.moe.exchange import Exchange, LocalExchange, Transport, make_exchange
-from tbo_jax.sharding import DEVICES, NODES, RANKS, TENSOR, parameter_spec
+from tbo_jax.moe.exchange import Transport
+from tbo_jax.sharding import DEVICES, RANKS, TENSOR, parameter_spec
 from tbo_jax.stages import run_layers
 
 Metrics = dict[str, jax.Array]
@@ -84,16 +85,7 @@ class NextTokenLoss:
             parameter_spec(path, variable, mesh) for path, variable in nnx.to_flat_state(state)
         ]
         self.specs = jax.tree.unflatten(jax.tree.structure(state), specs)
-        self._exchange: Exchange = LocalExchange()
-        if self.config.num_experts:
-            self._exchange = make_exchange(
-                transport,
-                axis=DEVICES,
-                num_devices=mesh.size,
-                num_nodes=mesh.shape[NODES],
-                num_experts=self.config.num_experts,
-                top_k=self.config.num_experts_per_token,
-            )
+        self._exchange = exchange_of(self.config, mesh, transport)
 
     def micro_batches(self, sequences: int, length: int) -> int:
         """Into how many micro-batches each rank cuts its part of a step's sequences.

@@ -22,12 +22,13 @@ from tbo_jax.forward import Rows, forward
 from tbo_jax.inputs import Inputs
 from tbo_jax.kernels import choose_kernels
 from tbo_jax.layers.decoder import CausalLM
+from tbo_jax.layers.exchange import exchange_of
 from tbo_jax.layers.tensor_parallel import TensorParallel
-from tbo_jax.moe.exchange import Exchange, LocalExchange, Transport, make_exchange
+from tbo_jax.moe.exchange import LocalExchange, Transport
 from tbo_jax.moe.message import DispatchDtype
 from tbo_jax.processes import over_ranks
 from tbo_jax.shapes import Bucket, CacheConfig, Program
-from tbo_jax.sharding import DEVICES, NODES, RANKS, TENSOR, num_ranks, parameter_spec
+from tbo_jax.sharding import RANKS, TENSOR, num_ranks, parameter_spec
 from tbo_jax.stages import StackedLayers
 
 logger = logging.getLogger(__name__)
@@ -91,19 +92,7 @@ class ModelRunner:
         self.kernels = choose_kernels(mesh.devices.flat[0], self._on_device)
         self._compiled: dict[Program, jax.stages.Compiled] = {}
         self._chosen: dict[Bucket, int] = {}
-        self._exchange: Exchange = LocalExchange()
-        if self.config.num_experts:
-            self._exchange = make_exchange(
-                transport,
-                axis=DEVICES,
-                num_devices=mesh.size,
-                num_nodes=mesh.shape[NODES],
-                num_experts=self.config.num_experts,
-                top_k=self.config.num_experts_per_token,
-                dispatch_dtype=dispatch_dtype,
-                dtype=self.config.dtype,
-                platform=mesh.devices.flat[0].platform,
-            )
+        self._exchange = exchange_of(self.config, mesh, transport, dispatch_dtype)
         if self.overlap.mode == "on" and not self.communicates:
             logger.warning(
                 "USE_TBO=1: %s on %d device(s) has no communication between devices; steps are "
