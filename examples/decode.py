@@ -195,18 +195,40 @@ def print_json(prompts: Sequence[str], completions: Sequence[Completion], llm: L
     print(json.dumps({"stats": llm.statistics}))
 
 
+def read_on_first(args: Arguments) -> tuple[list[str], bool]:
+    """The prompts of the first process, and whether this is it; joins the others before.
+
+    Raises:
+        ValueError: in all processes, if the first has nothing to read.
+    """
+    if args.coordinator is None:
+        if args.num_processes is not None or args.process_id is not None:
+            raise ValueError("--num-processes and --process-id need --coordinator")
+        return read_prompts(args), True
+    connect(args.coordinator, args.num_processes, args.process_id)
+    prompts, error = [], None
+    if is_first():
+        try:
+            prompts = read_prompts(args)
+        except ValueError as problem:
+            error = str(problem)
+    prompts, error = from_first((prompts, error))
+    if error is not None:
+        raise ValueError(error)
+    return prompts, is_first()
+
+
+def most_sequences(args: Arguments, prompts: int) -> int:
+    """Sequences of a step on one rank, for so many prompts."""
+    devices = jax.device_count() if args.devices is None else args.devices
+    return min(MOST_SEQUENCES, -(-prompts // max(devices // args.tensor_parallel, 1)))
+
+
 def decode(args: Arguments) -> int:
     """Run the command; returns the exit status."""
-    devices = 1 if args.devices is None else args.devices
-    if args.coordinator is not None:
-        connect(args.coordinator, args.num_processes, args.process_id)
-        devices = jax.device_count()
-    elif args.num_processes is not None or args.process_id is not None:
-        raise ValueError("--num-processes and --process-id need --coordinator")
-    first = args.coordinator is None or is_first()
-    prompts = read_prompts(args) if first else []
-    if args.coordinator is not None:
-        prompts = from_first(prompts)
+    if args.tensor_parallel < 1:
+        raise ValueError(f"--tensor-parallel must be at least 1, got {args.tensor_parallel}")
+    prompts, first = read_on_first(args)
     params = sampling_params(args, len(prompts))
     llm = LLM(
         args.model,
@@ -215,9 +237,7 @@ def decode(args: Arguments) -> int:
         dtype=args.dtype,
         overlap=overlap_config(args),
         max_context=args.max_context,
-        max_sequences=min(
-            MOST_SEQUENCES, -(-len(prompts) // max(devices // args.tensor_parallel, 1))
-        ),
+        max_sequences=most_sequences(args, len(prompts)),
         page_size=args.page_size,
         scanned=args.scanned,
         transport=args.transport,

@@ -126,7 +126,11 @@ def hf_config(args: Arguments, eos_token_id: int) -> dict[str, Any]:
 def make_optimizer(args: Arguments) -> optax.GradientTransformation:
     """AdamW with warm-up, cosine decay and clipping by the global norm."""
     rate = optax.warmup_cosine_decay_schedule(
-        0.0, args.learning_rate, max(1, args.steps // 20), args.steps, args.learning_rate / 10
+        0.0,
+        args.learning_rate,
+        max(1, args.steps // 20),
+        max(2, args.steps),
+        args.learning_rate / 10,
     )
     matrices = functools.partial(jax.tree.map, lambda p: p.ndim > 1)
     return optax.chain(
@@ -155,6 +159,9 @@ def restore_state(path: Path, like: Any) -> Any:
 
 
 def main(args: Arguments) -> None:
+    for name, value in {"--steps": args.steps, "--save-every": args.save_every}.items():
+        if value < 1:
+            raise SystemExit(f"train.py: {name} must be at least 1, got {value}")
     console = Console(stderr=True, quiet=args.quiet)
     if args.devices is not None and args.devices >= 1:
         with contextlib.suppress(RuntimeError):  # in use already: the devices are what they are

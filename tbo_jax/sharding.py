@@ -12,6 +12,7 @@ the first two.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -57,7 +58,7 @@ def make_mesh(
         nodes: groups of devices with a slower link between them.
 
     Raises:
-        ValueError: fewer devices exist, or they do not divide.
+        ValueError: fewer devices exist, they do not divide, or processes have more than others.
     """
     devices = jax.devices() if devices is None else devices
     wanted = len(devices) if num_devices is None else num_devices
@@ -69,9 +70,12 @@ def make_mesh(
     for name, size in {"tensor": tensor, "nodes": nodes}.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
+    of_process = Counter(device.process_index for device in devices[:wanted])
+    if len(set(of_process.values())) > 1:
+        raise ValueError("processes with different numbers of devices: expected as many in each")
     if wanted % (nodes * tensor):
         raise ValueError(
-            f"{wanted} devices do not divide into {nodes} node(s) with {tensor}-way tensor "
+            f"{wanted} device(s) do not divide into {nodes} node(s) with {tensor}-way tensor "
             f"parallelism: expected a multiple of {nodes * tensor}"
         )
     return Mesh(np.array(devices[:wanted]).reshape(nodes, -1, tensor), DEVICES)

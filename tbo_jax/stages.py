@@ -34,8 +34,10 @@ class Stage:
     `context` whatever the caller passed for the micro-batch. Without `communicate`, `outgoing` is
     handed on as it is. All but `context` are pytrees of arrays.
 
-    A stage may be told by `idle(context)` that its communication has nothing to do. It is then one
-    stage with the next, or a part of `merge`: where nothing travels, nothing else need be computed.
+    A stage may be told by `idle(context)`, of the first micro-batch's context, that its
+    communication has nothing to do. It is then one stage with the next, or a part of `merge`: where
+    nothing travels, nothing else need be computed. A stage that can become a part of `merge` has no
+    cache then.
     """
 
     compute: Callable[[Any, Any, Any, Any, Any], tuple[Any, Any, Any]]

@@ -93,6 +93,7 @@ def test_when_one_is_killed_the_other_ends(folder: Path, survivor: int) -> None:
     ("address", "options", "error"),
     [
         ("auto", {"num_processes": 2}, "counted by the cluster"),
+        ("nonsense", {"num_processes": 2, "process_id": 0}, "'nonsense': expected HOST:PORT"),
         ("localhost:1", {"num_processes": 2}, "num_processes is 2 and process_id None"),
         ("localhost:1", {"num_processes": 2, "process_id": 2}, "from 0 to num_processes - 1"),
     ],

@@ -24,7 +24,7 @@ from tbo_jax.engine.request import FinishReason
 from tbo_jax.folders import cache_folder
 from tbo_jax.moe.exchange import Transport
 from tbo_jax.moe.message import DispatchDtype
-from tbo_jax.processes import from_first, is_first, least
+from tbo_jax.processes import agree, from_first, is_first, least
 from tbo_jax.progress import progress_bar
 from tbo_jax.runner import ModelRunner
 from tbo_jax.sampling_params import MAX_SEED, SamplingParams
@@ -111,7 +111,8 @@ class LLM:
 
         Raises:
             ValueError: something is wrong with the checkpoint (`CheckpointError`), the tokenizer
-                (`TokenizerError`), an argument, or `USE_TBO`.
+                (`TokenizerError`), an argument, or `USE_TBO`, or they are not those of the first
+                process.
         """
         self.overlap = OverlapConfig.from_env() if overlap is None else overlap
         for name, value in {"max_sequences": max_sequences, "page_size": page_size}.items():
@@ -135,6 +136,25 @@ class LLM:
                 f"max_context {max_context} is out of range: expected 2 to "
                 f"{config.max_position_embeddings}, the model's max_position_embeddings"
             )
+        agree(
+            dict(
+                devices=self.mesh.size,
+                tensor_parallel=tensor_parallel,
+                config=repr(config),
+                overlap=self.overlap,
+                max_context=max_context,
+                max_sequences=max_sequences,
+                max_tokens=max_tokens,
+                page_size=page_size,
+                num_pages=num_pages,
+                scanned=scanned,
+                transport=transport,
+                dispatch_dtype=dispatch_dtype,
+                look_ahead=look_ahead,
+                speculate=speculate,
+                jax=jax.__version__,
+            )
+        )
         self.tokenizer = Tokenizer.from_folder(self.folder)
         end_of_sequence = end_of_sequence_ids(self.folder, self.tokenizer)
 
@@ -311,6 +331,8 @@ def _make_devices(count: int | None, tensor_parallel: int) -> Mesh:
         # RuntimeError: JAX is in use already, and the devices are what they are.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
+    if tensor_parallel < 1:
+        raise ValueError(f"tensor_parallel must be at least 1, got {tensor_parallel}")
     nodes = jax.process_count()
     if nodes > 1 and count not in (None, jax.device_count()):
         raise ValueError(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from jax.sharding import Mesh
 
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.moe.exchange import Exchange, LocalExchange, Transport, make_exchange
 from tbo_jax.moe.message import DispatchDtype
 from tbo_jax.sharding import DEVICES, NODES
+
+logger = logging.getLogger(__name__)
 
 
 def exchange_of(
@@ -18,10 +22,21 @@ def exchange_of(
 ) -> Exchange:
     """Of experts sharded over all devices; of a model without any, one that nothing travels by.
 
-    Raises ValueError as `make_exchange` does.
+    Raises:
+        ValueError: as `make_exchange` does; a transport or a rounding was asked for, and the model
+            has no experts.
     """
     if not config.num_experts:
+        if transport != "all_to_all" or dispatch_dtype is not None:
+            raise ValueError(
+                f"transport {transport!r} and dispatch_dtype {dispatch_dtype!r} are for experts, "
+                f"and this {config.model_type} model has none: expected 'all_to_all' and None"
+            )
         return LocalExchange()
+    if transport == "two_level" and mesh.shape[NODES] == 1:
+        logger.warning("transport 'two_level' on one node: all tokens go to all of its devices")
+    if dispatch_dtype is not None and mesh.size == 1:
+        logger.warning("dispatch_dtype %r on one device: nothing is sent", dispatch_dtype)
     return make_exchange(
         transport,
         axis=DEVICES,
