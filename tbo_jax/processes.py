@@ -71,15 +71,22 @@ def connect(
     _initialize(coordinator, num_processes, process_id, cluster_detection_method="deactivate")
 
 
-def _initialize(*process: Any, **options: Any) -> None:
+def _initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    cluster_detection_method: str | None = None,
+) -> None:
     # JAX would catch SIGTERM to save a checkpoint in time; here it has to end the process.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        *process,
+        coordinator,
+        num_processes,
+        process_id,
+        cluster_detection_method=cluster_detection_method,
         initialization_timeout=WAIT_TO_START,
         heartbeat_timeout_seconds=SILENCE,
         shutdown_timeout_seconds=SILENCE,
-        **options,
     )
 
 

@@ -47,8 +47,10 @@ def bytes_per_device(tree, devices):
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(
+    ("devices", "micro_batches"),
+    [(1, 1), pytest.param(1, 2, marks=pytest.mark.slow), (4, 1), (4, 2)],
+)
 def test_cache_is_updated_in_place(devices, micro_batches, scanned):
     runner = make_runner(devices=devices, micro_batches=micro_batches, scanned=scanned)
     buffers = runner.allocate()

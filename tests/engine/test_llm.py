@@ -35,7 +35,11 @@ def llm(folder):
     return make_llm(folder)
 
 
-@pytest.fixture(scope="module", params=[(1, "on"), (4, "off"), (4, "on")], ids=str)
+slow = pytest.mark.slow
+OTHERS = [pytest.param((1, "on"), marks=slow), pytest.param((4, "off"), marks=slow), (4, "on")]
+
+
+@pytest.fixture(scope="module", params=OTHERS, ids=str)
 def other_llm(folder, request):
     devices, mode = request.param
     return make_llm(folder, devices=devices, mode=mode)

@@ -141,7 +141,9 @@ def test_the_programs_around_a_step():
     logits[0, range(3), [4, 2, 9]] = logits[1, range(3), [1, 0, 7]] = 1.0
     inputs = SamplingInputs.from_rows([], [], [], 3)
     stacked = [np.stack([leaf] * 2) for leaf in vars(inputs).values()]
-    tokens, padded = compile_sampler(mesh, 3, 10, 5)(logits, SamplingInputs(*stacked))
+    run_sampler = compile_sampler(mesh, 3, 10, 5)
+    tokens, padded, readable = run_sampler(logits, SamplingInputs(*stacked))
+    assert np.asarray(readable).tolist() == np.asarray(tokens).tolist()
     assert np.asarray(tokens).tolist() == [[4, 2, 9], [1, 0, 7]]
     assert np.asarray(padded).tolist() == [[4, 2, 9, 0, 0], [1, 0, 7, 0, 0]]
     ids = np.array([[-3, 8, -1, 0], [6, -2, 5, -3]], np.int32)
