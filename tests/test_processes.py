@@ -73,6 +73,23 @@ def test_tokens_are_those_of_one_process(folder: Path) -> None:
     assert b'"prompt"' not in other
 
 
+@pytest.mark.parametrize(
+    ("first", "error"),
+    [
+        (("--prompt", "w1", "--speculate", 2), b"speculate is 0 here, 2 there"),
+        ((), b"nothing to decode"),
+    ],
+)
+def test_what_is_wrong_is_said_by_all(
+    folder: Path, first: tuple[object, ...], error: bytes
+) -> None:
+    """Options that differ, and a first process without requests: nobody waits for ever."""
+    with Pair("--model", folder, "--quiet", first=first) as processes:
+        said = [process.communicate(timeout=BOUND)[1] for process in processes]
+        assert [process.returncode for process in processes] == [2, 2], said
+        assert error in said[1]
+
+
 @pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.slow)])
 def survivor(request: pytest.FixtureRequest) -> Iterator[int]:
     yield request.param
