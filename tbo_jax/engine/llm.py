@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import time
@@ -13,15 +12,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from tbo_jax.checkpoint.hub import resolve_model
 from tbo_jax.checkpoint.load import load_model, read_config
 from tbo_jax.config import OverlapConfig
 from tbo_jax.engine.cache_size import default_num_pages
+from tbo_jax.engine.devices import make_devices, use_compilation_cache
 from tbo_jax.engine.engine import Engine, TokenEvent
 from tbo_jax.engine.request import FinishReason
-from tbo_jax.folders import cache_folder
 from tbo_jax.moe.exchange import Transport
 from tbo_jax.moe.message import DispatchDtype
 from tbo_jax.processes import agree, from_first, is_first, least
@@ -29,7 +27,7 @@ from tbo_jax.progress import progress_bar
 from tbo_jax.runner import ModelRunner
 from tbo_jax.sampling_params import MAX_SEED, SamplingParams
 from tbo_jax.shapes import CacheConfig
-from tbo_jax.sharding import TENSOR, make_mesh
+from tbo_jax.sharding import TENSOR
 from tbo_jax.text import Tokenizer, end_of_sequence_ids
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, token ids, or chat messages
@@ -127,7 +125,7 @@ class LLM:
         if compilation_cache:
             use_compilation_cache()
         self.folder = resolve_model(os.fspath(model))
-        self.mesh = _make_devices(devices, tensor_parallel)
+        self.mesh = make_devices(devices, tensor_parallel)
         platform = self.mesh.devices.flat[0].platform
         chosen = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
         config, _ = read_config(self.folder, chosen)
@@ -317,25 +315,3 @@ class LLM:
         reason = request.finish_reason or "error"
         ids = list(request.prompt_token_ids)
         return Completion(prompt, ids, tokens, text, reason, request.error)
-
-
-def use_compilation_cache() -> None:
-    """Have JAX keep compiled programs in the user's cache folder, if nothing else is configured."""
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
-def _make_devices(count: int | None, tensor_parallel: int) -> Mesh:
-    if count is not None and count >= 1:
-        # RuntimeError: JAX is in use already, and the devices are what they are.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", count)
-    if tensor_parallel < 1:
-        raise ValueError(f"tensor_parallel must be at least 1, got {tensor_parallel}")
-    nodes = jax.process_count()
-    if nodes > 1 and count not in (None, jax.device_count()):
-        raise ValueError(
-            f"devices is {count}: {nodes} processes use all that they have, {jax.device_count()}"
-        )
-    return make_mesh(count, tensor=tensor_parallel, nodes=nodes)
