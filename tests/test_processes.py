@@ -96,7 +96,7 @@ def survivor(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def test_when_one_is_killed_the_other_ends(folder: Path, survivor: int) -> None:
-    prompts = [word for prompt in PROMPTS * 20 for word in ("--prompt", prompt)]
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     options = ("--model", folder, "--max-new-tokens", 90, "--page-size", 4)
     with Pair(*options, "--quiet", first=tuple(prompts)) as processes:
         stdout = processes[0].stdout

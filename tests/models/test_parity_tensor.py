@@ -17,7 +17,7 @@ slow = pytest.mark.slow
         ("glm4_moe", 4, 2, 3),  # shared experts; 43 tokens, which 2 devices do not divide
         ("qwen3_moe", 4, 4, 1),  # more devices than key/value heads
         ("deepseek_v3", 4, 2, 2),  # one key/value head, and factors of each head
-        ("gpt_oss", 4, 2, 2),  # sinks, biases of experts
+        pytest.param("gpt_oss", 4, 2, 2, marks=slow),  # sinks, biases of experts
         *[
             pytest.param(name, 2, 2, count, marks=slow)
             for name in (
@@ -42,7 +42,8 @@ def test_tensor_parallel(name, devices, tensor, micro_batches):
     check_against_golden(runner, name)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama", marks=slow)])
+@slow
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_tensor_parallel_scanned(name):
     runner = make_runner(name, devices=4, tensor=2, micro_batches=2, scanned=True)
     check_against_golden(runner, name)
