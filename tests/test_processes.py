@@ -38,7 +38,7 @@ class Pair:
     def __init__(self, *words: object, first: tuple[object, ...] = ()):
         together = ("--coordinator", f"localhost:{free_port()}", "--num-processes", 2, *words)
         environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "USE_TBO": "1"}
-        environ.pop("XLA_FLAGS", None)
+        environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # as in conftest.py
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(DECODE), *map(str, (*together, "--process-id", i, *own))],
