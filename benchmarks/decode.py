@@ -35,8 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tbo_jax import LLM, OverlapConfig, SamplingParams
-from tbo_jax.buffers import kv_bytes_per_page
-from tbo_jax.progress import progress_bar
+from tbo_jax.attention.buffers import kv_bytes_per_page
+from tbo_jax.host.progress import progress_bar
 
 Load = list[tuple[list[int], int]]  # prompt token ids, tokens to generate
 

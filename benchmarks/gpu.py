@@ -42,24 +42,25 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from rich.console import Console
 from rich.table import Table
-from tbo_jax.models import find_architecture
 
 from tbo_jax import OverlapConfig
 from tbo_jax.attention import gpu_paged, paged
+from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.attention.cache import LayerCache, page_shapes
 from tbo_jax.attention.work import AttentionWork, plan_attention
-from tbo_jax.buffers import kv_bytes_per_page
 from tbo_jax.checkpoint.save import save_model
-from tbo_jax.engine.trial import full_batch
-from tbo_jax.layers.config import DecoderConfig, HfConfig
+from tbo_jax.engine.auto.trial import full_batch
+from tbo_jax.host.progress import Update, progress_bar
+from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
+from tbo_jax.models import find_architecture
+from tbo_jax.models.hf_config import HfConfig
 from tbo_jax.moe import experts, gpu_experts
 from tbo_jax.moe.expert_weights import ExpertWeights
-from tbo_jax.progress import Update, progress_bar
-from tbo_jax.runner import ModelRunner
+from tbo_jax.parallel.sharding import make_mesh, parameter_spec
 from tbo_jax.schedule.model_step import abstract_model, last_layers, read_shape
-from tbo_jax.shapes import Bucket, CacheConfig
-from tbo_jax.sharding import make_mesh, parameter_spec
+from tbo_jax.step.runner import ModelRunner
+from tbo_jax.step.shapes import Bucket, CacheConfig
 
 Part = Literal["rates", "attention", "experts", "decode", "transformers"]
 Row = dict[str, Any]

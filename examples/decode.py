@@ -25,11 +25,11 @@ import jax
 import tyro
 
 from tbo_jax import LLM, Completion, OverlapConfig, SamplingParams, TokenEvent
-from tbo_jax.moe.exchange import Transport
-from tbo_jax.moe.message import DispatchDtype
-from tbo_jax.processes import connect, from_first, is_first
-from tbo_jax.progress import progress_bar
-from tbo_jax.sampling_params import MAX_SEED
+from tbo_jax.host.progress import progress_bar
+from tbo_jax.parallel.exchange import Transport
+from tbo_jax.parallel.exchange.message import DispatchDtype
+from tbo_jax.parallel.processes import connect, from_first, is_first
+from tbo_jax.sampling.params import MAX_SEED
 
 BUNDLED = Path(__file__).parent / "kjv-moe"
 MOST_SEQUENCES = 16  # of one step on one device; further prompts wait their turn

@@ -34,15 +34,15 @@ from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.numpy import load_file, save_file
-from tbo_jax.models import find_architecture
 
 from tbo_jax import OverlapConfig
 from tbo_jax.checkpoint.save import save_model
-from tbo_jax.layers.config import HfConfig
 from tbo_jax.layers.decoder import CausalLM
-from tbo_jax.loss import NextTokenLoss
-from tbo_jax.sharding import make_mesh
-from tbo_jax.training import init_train_state, make_train_step
+from tbo_jax.models import find_architecture
+from tbo_jax.models.hf_config import HfConfig
+from tbo_jax.parallel.sharding import make_mesh
+from tbo_jax.training.loss import NextTokenLoss
+from tbo_jax.training.train_step import init_train_state, make_train_step
 
 END_OF_TEXT_ID = 0  # of the tokenizer that `corpus.py` trains
 

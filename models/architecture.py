@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tbo_jax.layers.config import DecoderConfig, HfConfig
+from tbo_jax.layers.config import DecoderConfig
+from tbo_jax.models.hf_config import HfConfig
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from tbo_jax.layers.config import DecoderConfig, LatentConfig
+from tbo_jax.layers.rotary import score_factor
 from tbo_jax.models.architecture import Architecture, ExpertTensors
 from tbo_jax.models.glm4_moe import sigmoid_experts
-
-from tbo_jax.layers.config import DecoderConfig, HfConfig, LatentConfig
-from tbo_jax.layers.rotary import RotaryConfig, score_factor
+from tbo_jax.models.hf_config import HfConfig
+from tbo_jax.models.hf_rotary import read_rotary
 
 
 def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
@@ -17,9 +18,7 @@ def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
     hf.expect("num_key_value_heads", heads, None)
     plain_dim, rotary_dim = hf.number("qk_nope_head_dim"), hf.number("qk_rope_head_dim")
     hf.expect("head_dim", rotary_dim, None)  # Transformers 5 writes it
-    rotary = RotaryConfig.from_hf(
-        hf.values, rotary_dim, interleaved=hf.flag("rope_interleave", True)
-    )
+    rotary = read_rotary(hf.values, rotary_dim, interleaved=hf.flag("rope_interleave", True))
     ranked = hf.values.get("q_lora_rank") is not None
     latent = LatentConfig(
         query_rank=hf.number("q_lora_rank") if ranked else None,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.models.architecture import Architecture
-
-from tbo_jax.layers.config import DecoderConfig, HfConfig
+from tbo_jax.models.hf_config import HfConfig
 
 
 def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.models.architecture import Architecture, ExpertTensors
+from tbo_jax.models.hf_config import HfConfig
 from tbo_jax.models.qwen2_moe import dense_layers
-
-from tbo_jax.layers.config import DecoderConfig, HfConfig
 
 
 def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:

@@ -1,16 +1,19 @@
 """Two-batch overlap for Flax decoders, and the decode engine that proves it."""
 
-from tbo_jax.batch import ForwardBatch, SplitRule, batch_dataclass, batch_field
-from tbo_jax.buffers import AttentionBuffers, allocate_attention_buffers
-from tbo_jax.config import OverlapConfig
+from tbo_jax import _moved
+from tbo_jax.attention.buffers import AttentionBuffers, allocate_attention_buffers
 from tbo_jax.engine.engine import TokenEvent
 from tbo_jax.engine.llm import LLM, Completion
-from tbo_jax.inputs import Inputs
-from tbo_jax.runner import ModelRunner
-from tbo_jax.sampling_params import SamplingParams
-from tbo_jax.shapes import Bucket, CacheConfig
-from tbo_jax.split import gather_tokens, split_batch_decoder_layers
-from tbo_jax.stages import StackedLayers, Stage, run_layers
+from tbo_jax.overlap.batch import ForwardBatch, SplitRule, batch_dataclass, batch_field
+from tbo_jax.overlap.config import OverlapConfig
+from tbo_jax.overlap.split import gather_tokens, split_batch_decoder_layers
+from tbo_jax.overlap.stages import StackedLayers, Stage, run_layers
+from tbo_jax.sampling.params import SamplingParams
+from tbo_jax.step.inputs import Inputs
+from tbo_jax.step.runner import ModelRunner
+from tbo_jax.step.shapes import Bucket, CacheConfig
+
+_moved.install()
 
 __all__ = [
     "LLM",

@@ -1,1 +1,1 @@
-"""Attention over ragged batches: paged for decoding, dense for training."""
+"""Attention: the paged key/value cache and its buffers, work items, a kernel for each platform."""

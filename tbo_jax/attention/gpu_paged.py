@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.work import AttentionWork, num_work_items
-from tbo_jax.batch import ForwardBatch
+from tbo_jax.overlap.batch import ForwardBatch
 
 KEY_BLOCK, KEY_BYTES = 64, 2**14  # keys of one turn of the loop, and bytes of them, at most
 LATENT_KEY_BYTES = 2**15  # the same where keys are values too

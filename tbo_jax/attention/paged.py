@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.work import AttentionWork, num_work_items
-from tbo_jax.batch import ForwardBatch
+from tbo_jax.overlap.batch import ForwardBatch
 
 QUERY_BLOCK = 8  # queries of one sequence that a step that prefills computes together
 KEY_BLOCK = 64  # keys per block of the running softmax (XLA:CPU: 10 % less step time than 128)

@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as shipped
 from tbo_jax.attention import paged
 from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.work import AttentionWork
-from tbo_jax.batch import ForwardBatch
+from tbo_jax.overlap.batch import ForwardBatch
 
 logger = logging.getLogger(__name__)
 

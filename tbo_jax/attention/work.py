@@ -13,7 +13,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from tbo_jax.batch import ForwardBatch
+from tbo_jax.overlap.batch import ForwardBatch
 
 
 @jax.tree_util.register_dataclass

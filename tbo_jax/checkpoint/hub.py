@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from tbo_jax.checkpoint.safetensors import CheckpointError
+from tbo_jax.checkpoint.tensors import CheckpointError
 
 ALLOW_PATTERNS = (
     "config.json",

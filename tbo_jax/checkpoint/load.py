@@ -15,13 +15,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from tbo_jax.checkpoint.names import Source, parameter_sources
 from tbo_jax.checkpoint.quantized import WeightFormat, find_format
-from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder
-from tbo_jax.layers.config import DecoderConfig, HfConfig
+from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
+from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.models import find_architecture
 from tbo_jax.models.architecture import Architecture
-from tbo_jax.moe.exchange import check_divisible
-from tbo_jax.sharding import TENSOR, parameter_spec
+from tbo_jax.models.hf_config import HfConfig
+from tbo_jax.parallel.exchange import check_divisible
+from tbo_jax.parallel.sharding import TENSOR, parameter_spec
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder, assign
+from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder, assign
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK = 32  # numbers that share a scale

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbo_jax.checkpoint.mxfp4 import Mxfp4Weights
-from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder, assign
+from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder, assign
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _DECODED = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)  # twice as fast as a cast

@@ -12,9 +12,9 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from tbo_jax.checkpoint.names import parameter_sources
-from tbo_jax.layers.config import HfConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.models import find_architecture
+from tbo_jax.models.hf_config import HfConfig
 
 
 def save_model(model: CausalLM, config: Mapping[str, Any], folder: Path, dtype: Any) -> None:

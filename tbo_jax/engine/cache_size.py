@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from tbo_jax.buffers import kv_bytes_per_page
+from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.layers.config import DecoderConfig
 
 CPU_CACHE_BYTES = 1 << 30  # default size of the key/value caches of all CPU devices together

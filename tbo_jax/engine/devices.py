@@ -7,8 +7,8 @@ import contextlib
 import jax
 from jax.sharding import Mesh
 
-from tbo_jax.folders import cache_folder
-from tbo_jax.sharding import make_mesh
+from tbo_jax.host.folders import cache_folder
+from tbo_jax.parallel.sharding import make_mesh
 
 
 def use_compilation_cache() -> None:

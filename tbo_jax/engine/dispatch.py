@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from tbo_jax.batch import ForwardBatch, stack_batches
-from tbo_jax.engine.decide import Decision, decide
-from tbo_jax.engine.plan import ScheduledSequence, StepPlan
+from tbo_jax.engine.auto.decide import Decision, decide
+from tbo_jax.engine.auto.trial import Timer
 from tbo_jax.engine.sampler import compile_feed, compile_sampler
-from tbo_jax.engine.trial import Timer
-from tbo_jax.processes import over_ranks
-from tbo_jax.runner import ModelRunner
-from tbo_jax.sampling import SamplingInputs
-from tbo_jax.shapes import Bucket, sizes_between
+from tbo_jax.engine.scheduling.plan import ScheduledSequence, StepPlan
+from tbo_jax.overlap.batch import ForwardBatch, stack_batches
+from tbo_jax.parallel.processes import over_ranks
+from tbo_jax.sampling.draw import SamplingInputs
+from tbo_jax.step.runner import ModelRunner
+from tbo_jax.step.shapes import Bucket, sizes_between
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tbo_jax.engine.auto.trial import Timer
 from tbo_jax.engine.dispatch import DispatchedStep, Dispatcher
-from tbo_jax.engine.plan import StepPlan
 from tbo_jax.engine.prompt_lookup import prompt_lookup
-from tbo_jax.engine.request import FinishReason, Request
-from tbo_jax.engine.scheduler import Scheduler
+from tbo_jax.engine.scheduling.plan import StepPlan
+from tbo_jax.engine.scheduling.request import FinishReason, Request
+from tbo_jax.engine.scheduling.scheduler import Scheduler
 from tbo_jax.engine.statistics import EngineStatistics
-from tbo_jax.engine.trial import Timer
-from tbo_jax.inputs import Inputs
-from tbo_jax.runner import ModelRunner
-from tbo_jax.sampling_params import MAX_SEED, SamplingParams
-from tbo_jax.shapes import Bucket
-from tbo_jax.sharding import num_ranks
+from tbo_jax.parallel.sharding import num_ranks
+from tbo_jax.sampling.params import MAX_SEED, SamplingParams
+from tbo_jax.step.inputs import Inputs
+from tbo_jax.step.runner import ModelRunner
+from tbo_jax.step.shapes import Bucket
 from tbo_jax.text import TextStream, Tokenizer
 
 

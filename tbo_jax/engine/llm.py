@@ -15,19 +15,19 @@ import numpy as np
 
 from tbo_jax.checkpoint.hub import resolve_model
 from tbo_jax.checkpoint.load import load_model, read_config
-from tbo_jax.config import OverlapConfig
 from tbo_jax.engine.cache_size import default_num_pages
 from tbo_jax.engine.devices import make_devices, use_compilation_cache
 from tbo_jax.engine.engine import Engine, TokenEvent
-from tbo_jax.engine.request import FinishReason
-from tbo_jax.moe.exchange import Transport
-from tbo_jax.moe.message import DispatchDtype
-from tbo_jax.processes import agree, from_first, is_first, least
-from tbo_jax.progress import progress_bar
-from tbo_jax.runner import ModelRunner
-from tbo_jax.sampling_params import MAX_SEED, SamplingParams
-from tbo_jax.shapes import CacheConfig
-from tbo_jax.sharding import TENSOR
+from tbo_jax.engine.scheduling.request import FinishReason
+from tbo_jax.host.progress import progress_bar
+from tbo_jax.overlap.config import OverlapConfig
+from tbo_jax.parallel.exchange import TRANSPORTS, Transport
+from tbo_jax.parallel.exchange.message import DispatchDtype
+from tbo_jax.parallel.processes import agree, from_first, is_first, least
+from tbo_jax.parallel.sharding import TENSOR
+from tbo_jax.sampling.params import MAX_SEED, SamplingParams
+from tbo_jax.step.runner import ModelRunner
+from tbo_jax.step.shapes import CacheConfig
 from tbo_jax.text import Tokenizer, end_of_sequence_ids
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, token ids, or chat messages
@@ -50,8 +50,8 @@ class LLM:
     """A language model with its tokenizer, compiled and ready to generate.
 
     Experts are sharded over all devices; attention is data-parallel over them, in groups of
-    `tensor_parallel`. Of several processes (`tbo_jax.processes.connect`) each makes the same object
-    and calls `generate`; the prompts are those of the first.
+    `tensor_parallel`. Of several processes (`parallel.processes.connect`) each makes the same
+    object and calls `generate`; the prompts are those of the first.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LLM:
             scanned: one loop over stacked layers instead of unrolled ones: compiles in a fraction
                 of the time, and copies each layer's weights but the experts in every step on CPU
                 and GPU.
-            transport: of the expert exchange (`moe.exchange` has a table).
+            transport: of the expert exchange (`parallel.exchange` has a table).
             dispatch_dtype: round what travels to the experts to 8 bits, "float8_e4m3fn" or "int8",
                 with a scale for each token: half the bytes of bfloat16, and other text.
             look_ahead: dispatch a step before the last one's tokens are read (`Engine`); default:
@@ -288,7 +288,7 @@ class LLM:
         it is `link_bytes_at_most`, as if every token had its experts on as many devices as can be.
         """
         stats, seconds = asdict(self.engine.statistics), self._generate_seconds
-        if self.engine.runner.transport == "ragged_all_to_all":
+        if TRANSPORTS[self.engine.runner.transport].sizes_are_data:
             stats["link_bytes_at_most"] = stats.pop("link_bytes")
         rate = stats["generated_tokens"] / seconds if seconds else 0.0
         return {

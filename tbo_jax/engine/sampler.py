@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tbo_jax.sampling import SamplingInputs, sample
-from tbo_jax.sharding import RANKS, num_ranks
+from tbo_jax.parallel.sharding import RANKS, num_ranks
+from tbo_jax.sampling.draw import SamplingInputs, sample
 
 
 def compile_sampler(mesh: Mesh, rows: int, vocab_size: int, width: int) -> jax.stages.Compiled:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from tbo_jax.attention.dense import dense_causal_attention
 from tbo_jax.attention.paged import paged_attention, write_pages
 from tbo_jax.attention.work import AttentionWork
-from tbo_jax.batch import ForwardBatch
-from tbo_jax.layers.tensor_parallel import ONE_DEVICE, TensorParallel
-from tbo_jax.moe.exchange import Exchange
 from tbo_jax.moe.experts import apply_experts
+from tbo_jax.overlap.batch import ForwardBatch
+from tbo_jax.parallel.exchange import Exchange
+from tbo_jax.parallel.tensor_parallel import ONE_DEVICE, TensorParallel
 
 
 class Attention(Protocol):

@@ -14,7 +14,7 @@ from tbo_jax.layers.context import LayerContext
 from tbo_jax.layers.latent_attention import LatentAttention
 from tbo_jax.layers.linear import Linear, project, rms_norm
 from tbo_jax.layers.mlp import GatedMlp, SparseMoe
-from tbo_jax.stages import StackedLayers, Stage
+from tbo_jax.overlap.stages import StackedLayers, Stage
 
 
 def dispatch(message, context: LayerContext):

@@ -7,9 +7,9 @@ import logging
 from jax.sharding import Mesh
 
 from tbo_jax.layers.config import DecoderConfig
-from tbo_jax.moe.exchange import Exchange, LocalExchange, Transport, make_exchange
-from tbo_jax.moe.message import DispatchDtype
-from tbo_jax.sharding import DEVICES, NODES
+from tbo_jax.parallel.exchange import Exchange, LocalExchange, Transport, make_exchange
+from tbo_jax.parallel.exchange.message import DispatchDtype
+from tbo_jax.parallel.sharding import DEVICES, NODES
 
 logger = logging.getLogger(__name__)
 

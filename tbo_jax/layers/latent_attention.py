@@ -24,7 +24,7 @@ from tbo_jax.layers.config import DecoderConfig, LatentConfig
 from tbo_jax.layers.context import LayerContext
 from tbo_jax.layers.linear import Linear, rms_norm
 from tbo_jax.layers.rotary import apply_rotary
-from tbo_jax.sharding import Shard
+from tbo_jax.parallel.sharding import Shard
 
 EPSILON = 1e-6  # of the norms of what is compressed, whatever the model's
 

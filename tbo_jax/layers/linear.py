@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tbo_jax.layers.config import DecoderConfig
-from tbo_jax.sharding import Shard
+from tbo_jax.parallel.sharding import Shard
 
 FEW_ROWS = 64  # up to here `project` puts the weight on the left on CPU
 

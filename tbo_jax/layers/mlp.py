@@ -13,7 +13,7 @@ from tbo_jax.layers.context import LayerContext
 from tbo_jax.layers.linear import Linear, project
 from tbo_jax.moe.balance import RouterLoad
 from tbo_jax.moe.expert_weights import ExpertWeights
-from tbo_jax.sharding import Shard
+from tbo_jax.parallel.sharding import Shard
 
 
 class GatedMlp(nnx.Module):

@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 import jax
 import tyro
 
-from tbo_jax.moe.exchange import Transport
-from tbo_jax.progress import progress_bar
+from tbo_jax.host.progress import progress_bar
+from tbo_jax.parallel.exchange import Transport
 from tbo_jax.schedule.model_step import Phase, StepShape, inspect_model, list_presets, read_shape
 from tbo_jax.schedule.report import ScheduleReport
 from tbo_jax.schedule.table import print_report

@@ -15,21 +15,22 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tbo_jax.attention import gpu_paged, paged, tpu_paged
-from tbo_jax.compiler_options import Options
-from tbo_jax.config import OverlapConfig
-from tbo_jax.layers.config import DecoderConfig, HfConfig
+from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
-from tbo_jax.loss import NextTokenLoss
 from tbo_jax.models import find_architecture
+from tbo_jax.models.hf_config import HfConfig
 from tbo_jax.moe import gpu_experts, grouped_matmul, tpu_experts
-from tbo_jax.moe.ragged_exchange import expected_destinations
-from tbo_jax.runner import ModelRunner
+from tbo_jax.overlap.config import OverlapConfig
+from tbo_jax.parallel.exchange.ragged import expected_destinations
+from tbo_jax.parallel.sharding import RANKS
 from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.report import ScheduleReport, inspect
 from tbo_jax.schedule.targets import Target
-from tbo_jax.shapes import Bucket, CacheConfig
-from tbo_jax.sharding import RANKS
-from tbo_jax.training import abstract_train_state, make_train_step
+from tbo_jax.step.compiler_options import Options
+from tbo_jax.step.runner import ModelRunner
+from tbo_jax.step.shapes import Bucket, CacheConfig
+from tbo_jax.training.loss import NextTokenLoss
+from tbo_jax.training.train_step import abstract_train_state, make_train_step
 
 Phase = Literal["decode", "prefill", "train"]
 PAGE_SIZE = 64  # tokens

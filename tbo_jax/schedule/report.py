@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 
-from tbo_jax.compiler_options import Options, compiler_options
 from tbo_jax.schedule.audit import Finding, audit
 from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.hlo import Module, parse
 from tbo_jax.schedule.scopes import BACKWARD, find_scope
 from tbo_jax.schedule.targets import Target, find_target
 from tbo_jax.schedule.timeline import Timeline, Transfer, simulate
+from tbo_jax.step.compiler_options import Options, compiler_options
 
 # From v5p on XLA moves small scatters, gathers and sorts to the SparseCores, and jaxlib 0.10 cannot
 # read the program that it makes then. The step that is run leaves them there.

@@ -13,7 +13,7 @@ from typing import Any
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from tbo_jax.sharding import make_mesh
+from tbo_jax.parallel.sharding import make_mesh
 
 MOST_GPUS_A_NODE = 8
 

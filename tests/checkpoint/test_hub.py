@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import errors
 
 from tbo_jax.checkpoint.hub import resolve_model
-from tbo_jax.checkpoint.safetensors import CheckpointError
+from tbo_jax.checkpoint.tensors import CheckpointError
 
 RESPONSE: Any = SimpleNamespace(headers={}, request=None, status_code=403)
 

@@ -15,9 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tbo_jax.checkpoint.load import load_model, read_config
-from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder
 from tbo_jax.checkpoint.save import save_model
-from tbo_jax.sharding import make_mesh
+from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
+from tbo_jax.parallel.sharding import make_mesh
 from tests.golden_cases import DATA
 
 
@@ -255,7 +255,7 @@ from tbo_jax.checkpoint.load import load_model
 from tbo_jax.checkpoint.names import parameter_sources
 from tbo_jax.checkpoint.load import read_config
 from tbo_jax.layers.decoder import CausalLM
-from tbo_jax.sharding import make_mesh
+from tbo_jax.parallel.sharding import make_mesh
 from safetensors.numpy import save_file
 folder = Path({str(tmp_path)!r})
 (folder / "config.json").write_text(json.dumps({config!r}))

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from tbo_jax.checkpoint.load import load_model
 from tbo_jax.checkpoint.mxfp4 import Mxfp4Weights, decode
-from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder
 from tbo_jax.checkpoint.save import save_model
-from tbo_jax.sharding import make_mesh
+from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
+from tbo_jax.parallel.sharding import make_mesh
 from tests.golden_cases import DATA
 
 CASE = DATA / "gpt_oss_mxfp4"

@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 from tbo_jax.checkpoint.load import load_model, read_config
 from tbo_jax.checkpoint.names import parameter_sources
 from tbo_jax.checkpoint.quantized import FLOAT8, SCALE, BlockScaledWeights, find_format
-from tbo_jax.checkpoint.safetensors import CheckpointError, TensorFolder
 from tbo_jax.checkpoint.save import save_model
-from tbo_jax.sharding import make_mesh
+from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
+from tbo_jax.parallel.sharding import make_mesh
 from tests.golden_cases import DATA
 
 CASE = DATA / "deepseek_v3_fp8"

@@ -11,8 +11,8 @@ import pytest
 from tbo_jax import LLM, OverlapConfig, SamplingParams
 from tbo_jax.engine.engine import Engine
 from tbo_jax.engine.sampler import compile_feed, compile_sampler
-from tbo_jax.sampling import SamplingInputs
-from tbo_jax.sharding import make_mesh
+from tbo_jax.parallel.sharding import make_mesh
+from tbo_jax.sampling.draw import SamplingInputs
 from tests.engine.loads import END_OF_SEQUENCE, Load, random_load, run
 from tests.golden_cases import Golden, with_tokenizer
 

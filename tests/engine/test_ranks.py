@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec
 from tbo_jax import Bucket, CacheConfig, ModelRunner, OverlapConfig, SamplingParams
 from tbo_jax.checkpoint.load import load_model
 from tbo_jax.engine.dispatch import Dispatcher
-from tbo_jax.engine.plan import StepPlan
-from tbo_jax.engine.request import Request
-from tbo_jax.engine.scheduler import Scheduler
-from tbo_jax.sharding import make_mesh
+from tbo_jax.engine.scheduling.plan import StepPlan
+from tbo_jax.engine.scheduling.request import Request
+from tbo_jax.engine.scheduling.scheduler import Scheduler
+from tbo_jax.parallel.sharding import make_mesh
 from tests.golden_cases import Golden
 
 COLLECTIVES = ("psum", "all_to_all", "all_gather", "reduce_scatter", "ppermute", "pmax", "pmin")

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tbo_jax import LLM, OverlapConfig, SamplingParams
 from tbo_jax.engine.engine import Engine
-from tbo_jax.engine.plan import ScheduledSequence, StepPlan
 from tbo_jax.engine.prompt_lookup import prompt_lookup
-from tbo_jax.engine.request import Request
-from tbo_jax.runner import ModelRunner
+from tbo_jax.engine.scheduling.plan import ScheduledSequence, StepPlan
+from tbo_jax.engine.scheduling.request import Request
+from tbo_jax.step.runner import ModelRunner
 from tests.engine.loads import END_OF_SEQUENCE, VOCABULARY, Load, Result, random_load, run
 from tests.golden_cases import Golden, with_tokenizer
 

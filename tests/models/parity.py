@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tbo_jax import Bucket, CacheConfig, ForwardBatch, ModelRunner, OverlapConfig
-from tbo_jax.batch import stack_batches
 from tbo_jax.checkpoint.load import load_model
-from tbo_jax.sharding import make_mesh, num_ranks
+from tbo_jax.overlap.batch import stack_batches
+from tbo_jax.parallel.sharding import make_mesh, num_ranks
 from tests.golden_cases import Golden
 
 PAGE, PAGES, COLUMNS, ROWS = 4, 48, 16, 8

@@ -7,9 +7,10 @@ from importlib import resources
 
 import jax.numpy as jnp
 import pytest
-from tbo_jax.models import find_architecture
 
-from tbo_jax.layers.config import DecoderConfig, HfConfig
+from tbo_jax.layers.config import DecoderConfig
+from tbo_jax.models import find_architecture
+from tbo_jax.models.hf_config import HfConfig
 from tbo_jax.schedule.model_step import read_shape
 from tests.golden_cases import DATA
 

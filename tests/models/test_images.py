@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tbo_jax import Bucket, ForwardBatch, Inputs, ModelRunner, OverlapConfig
-from tbo_jax.batch import stack_batches
 from tbo_jax.checkpoint.load import load_model
 from tbo_jax.engine.engine import Engine
 from tbo_jax.layers.rotary import RotaryConfig, rotary_table
-from tbo_jax.sharding import make_mesh
-from tbo_jax.split import split_batch_decoder_layers
+from tbo_jax.overlap.batch import stack_batches
+from tbo_jax.overlap.split import split_batch_decoder_layers
+from tbo_jax.parallel.sharding import make_mesh
 from tests.golden_cases import Golden
 from tests.models.parity import CACHE, COLUMNS, fill_with_nan, shuffled_pages
 
@@ -117,7 +117,7 @@ def test_micro_batches_cut_no_image(monkeypatch):
         images.append(image_token_id)
         return split_batch_decoder_layers(batch, micro_batches, image_token_id)
 
-    monkeypatch.setattr("tbo_jax.forward.split_batch_decoder_layers", spy)
+    monkeypatch.setattr("tbo_jax.step.forward.split_batch_decoder_layers", spy)
     runner = make_runner(micro_batches=2)
     for bucket in PREFILL, DECODE:
         runner.lower(bucket)

@@ -10,9 +10,9 @@ from flax import nnx
 from tbo_jax.checkpoint.load import load_model
 from tbo_jax.layers.context import DenseAttention, LayerContext
 from tbo_jax.layers.rotary import rotary_table
-from tbo_jax.moe.exchange import LocalExchange
-from tbo_jax.sharding import make_mesh
-from tbo_jax.stages import run_layers
+from tbo_jax.overlap.stages import run_layers
+from tbo_jax.parallel.exchange import LocalExchange
+from tbo_jax.parallel.sharding import make_mesh
 from tests.golden_cases import Golden
 
 

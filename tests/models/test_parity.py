@@ -9,7 +9,7 @@ import pytest
 
 from tbo_jax import ModelRunner
 from tbo_jax.checkpoint.load import load_model
-from tbo_jax.sharding import make_mesh
+from tbo_jax.parallel.sharding import make_mesh
 from tests.golden_cases import CASES, Golden
 from tests.models.parity import (
     CACHE,

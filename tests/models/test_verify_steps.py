@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tbo_jax import Bucket
-from tbo_jax.split import split_batch_decoder_layers
+from tbo_jax.overlap.split import split_batch_decoder_layers
 from tests.golden_cases import Golden
 from tests.models.parity import PREFILL, ROWS, feed, fill_with_nan, make_runner, shuffled_pages
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tbo_jax.parallel.sharding import RANKS, make_mesh
 from tbo_jax.schedule import Target, find_target, inspect
 from tbo_jax.schedule.report import ScheduleReport, layer_body, layer_seconds, report, scope_of
 from tbo_jax.schedule.table import print_report
-from tbo_jax.sharding import RANKS, make_mesh
 from tests.schedule.hlo_texts import RATES, program
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -1,0 +1,1 @@
+"""`USE_TBO=auto`: which buckets are split, timed on the device and kept on disk."""

@@ -1,0 +1,61 @@
+"""The sizes that the scheduler keeps to, and the requests that they rule out or end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tbo_jax.engine.scheduling.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Tokens that a step and a request may have. Raises ValueError for sizes that cannot work."""
+
+    page_size: int  # tokens of a page
+    num_pages: int  # of each rank's pool, page 0 (padding) included
+    max_sequences: int  # rows of a rank
+    max_tokens: int  # of a rank in a step
+    max_context: int  # of a request, prompt and generated together
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more")
+        if self.max_tokens < self.max_sequences:
+            raise ValueError(
+                f"max_tokens is {self.max_tokens}; expected at least max_sequences, "
+                f"{self.max_sequences}, so that a step has room for every row's next token"
+            )
+        if self.max_context < 2:
+            raise ValueError(f"max_context is {self.max_context}; expected 2 or more")
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the pages of a rank hold."""
+        return (self.num_pages - 1) * self.page_size
+
+    def check_prompt(self, request: Request) -> None:
+        """ValueError for a prompt that is empty or leaves no room for a token."""
+        name, length = f"request {request.request_id}", len(request.prompt_token_ids)
+        if length == 0:
+            raise ValueError(f"{name} has an empty prompt; expected 1 token or more")
+        if length > self.max_context - 1:
+            raise ValueError(
+                f"{name} has a prompt of {length} tokens; expected at most {self.max_context - 1}, "
+                f"which leaves room for one more in a context of {self.max_context}"
+            )
+        if length > self.pool_tokens - 1:
+            raise ValueError(
+                f"{name} has a prompt of {length} tokens; expected at most "
+                f"{self.pool_tokens - 1}, which leaves room for one more in the "
+                f"{self.pool_tokens} of a rank's pages"
+            )
+
+    def is_reached(self, request: Request) -> bool:
+        """Whether it has all the tokens it asked for, fills the context, or a rank's pages."""
+        return self.room(request) <= 0
+
+    def room(self, request: Request) -> int:
+        """How many more tokens it may get."""
+        wanted = request.params.max_new_tokens - request.num_generated
+        return min(wanted, min(self.max_context, self.pool_tokens) - request.num_tokens)

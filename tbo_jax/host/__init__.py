@@ -1,0 +1,1 @@
+"""The machine that runs the program: folders, and bars on its terminal."""

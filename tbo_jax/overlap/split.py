@@ -1,0 +1,205 @@
+"""Cut a batch into micro-batches: a pure function of the batch, with static shapes.
+
+The idea is FastDeploy's `split_batch_decoder_layers` (PR #7165). There the cut needs the values on
+the host; here the cut is a traced scalar and the capacities are static, so that one compiled step
+serves every batch of its bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tbo_jax.overlap.batch import ForwardBatch, SplitRule
+
+Batch = TypeVar("Batch", bound=ForwardBatch)
+
+
+def split_batch_decoder_layers(
+    batch: Batch,
+    num_micro_batches: int = 2,
+    image_token_id: int | None = None,
+    cut: int | Sequence[int] | jax.Array | None = None,
+    *,
+    capacity: int | None = None,
+) -> tuple[Batch, ...]:
+    """Cut a batch of n live tokens into micro-batches of sizes that differ by at most one.
+
+    Two micro-batches are cut at token ceil(n / 2), also inside a sequence: the later micro-batch
+    then sees that sequence with its context grown by what the earlier ones took. With fewer tokens
+    than micro-batches the first ones stay empty, so one token gives (empty, whole batch). Each
+    micro-batch speaks of its own rows: `sequence_ids`, `cu_query_lens` and `page_table` are
+    relabelled, and rows without tokens are left out.
+
+    Args:
+        batch: a batch (no rank axis), T tokens, B sequences; numpy, jax or traced arrays.
+        num_micro_batches: K >= 1.
+        image_token_id: id of image-patch tokens. A run of them inside one sequence is never cut;
+            the admissible cut nearest the ideal one is taken, the earlier of two at equal distance.
+            Without any admissible cut all tokens fall into the last micro-batch.
+        cut: the cut itself, for a caller that knows the tokens: first token of the second
+            micro-batch, or K - 1 of them, non-decreasing, each in [0, n]. Not together with
+            `image_token_id`.
+        capacity: static number of token slots C of each micro-batch. Default: ceil(T / K), or T
+            when the cut can lie anywhere (`image_token_id` or `cut` given).
+
+    Returns:
+        K batches of the same class with C token slots and min(B, C) rows.
+
+    Raises:
+        ValueError: bad `num_micro_batches`, `capacity`, or (where their values are known) cuts that
+            decrease, lie outside [0, n] or give a micro-batch of more than C tokens. Inside jit
+            the caller answers for that: tokens beyond C would be lost.
+    """
+    if not isinstance(num_micro_batches, int) or num_micro_batches < 1:
+        raise ValueError(f"num_micro_batches must be an integer from 1, got {num_micro_batches!r}")
+    if cut is not None and image_token_id is not None:
+        raise ValueError("give cut or image_token_id, not both: a given cut is taken as it is")
+    tokens = batch.token_capacity
+    balanced = -(-tokens // num_micro_batches)
+    free = cut is not None or image_token_id is not None
+    capacity = (tokens if free else balanced) if capacity is None else capacity
+    if capacity < 1 or (capacity < balanced and not free):
+        raise ValueError(
+            f"capacity {capacity} is too small: {tokens} tokens in {num_micro_batches} "
+            f"micro-batches need {balanced} slots each"
+        )
+    if cut is not None:
+        inner = _given_cuts(cut, num_micro_batches)
+    elif image_token_id is not None:
+        inner = _image_cuts(batch, num_micro_batches, image_token_id)
+    else:
+        inner = _balanced_cuts(batch.num_tokens, num_micro_batches)
+    end = jnp.asarray(batch.num_tokens, jnp.int32)[None]
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), inner, end])
+    _check_bounds(bounds, capacity)
+    return tuple(_take(batch, bounds[k], bounds[k + 1], capacity) for k in range(num_micro_batches))
+
+
+def gather_tokens(values: Sequence[jax.Array], batches: Sequence[ForwardBatch], tokens: jax.Array):
+    """Rows of the uncut batch from what its micro-batches computed.
+
+    Args:
+        values: one array [C, ...] per micro-batch.
+        batches: the micro-batches, as `split_batch_decoder_layers` gave them.
+        tokens: [N] int32, indices into the live tokens of the uncut batch.
+
+    Returns:
+        [N, ...], entry i is the row of token `tokens[i]`.
+    """
+    sizes = jnp.stack([jnp.asarray(b.num_tokens, jnp.int32) for b in batches])
+    ends = jnp.cumsum(sizes)
+    owner = jnp.sum(ends[:-1] <= tokens[:, None], axis=1, dtype=jnp.int32)
+    local = tokens - (ends - sizes)[owner]
+    return jnp.concatenate(values)[owner * values[0].shape[0] + local]
+
+
+def _balanced_cuts(num_tokens, count: int) -> jax.Array:
+    """[K - 1] ideal cuts: ceil(k n / K), or the last n micro-batches one token each when n < K."""
+    n = jnp.asarray(num_tokens, jnp.int32)
+    k = jnp.arange(1, count, dtype=jnp.int32)
+    # n k / K without the product: it would overflow int32 first where it never should.
+    whole, rest = n // count, n % count
+    return jnp.where(n < count, jnp.maximum(k - (count - n), 0), whole * k + -(-rest * k // count))
+
+
+def _given_cuts(cut, count: int) -> jax.Array:
+    given = jnp.asarray(cut, jnp.int32 if isinstance(cut, list | tuple) and not cut else None)
+    if not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ValueError(f"a cut is a number of tokens, got {cut!r}")
+    cuts = jnp.atleast_1d(given).astype(jnp.int32)
+    if cuts.shape != (count - 1,):
+        raise ValueError(f"{count} micro-batches need {count - 1} cut(s), got shape {cuts.shape}")
+    return cuts
+
+
+def _image_cuts(batch: ForwardBatch, count: int, image_token_id: int) -> jax.Array:
+    position = jnp.arange(batch.token_capacity, dtype=jnp.int32)
+    ids, rows = jnp.asarray(batch.token_ids), jnp.asarray(batch.sequence_ids)
+    image = ids == image_token_id
+    inside = image[1:] & image[:-1] & (rows[1:] == rows[:-1])
+    inside = jnp.concatenate([jnp.zeros(1, bool), inside])
+    admissible = (position > 0) & (position < batch.num_tokens) & ~inside
+    ideal = _balanced_cuts(batch.num_tokens, count)
+    distance = jnp.abs(position[None, :] - ideal[:, None])
+    distance = jnp.where(admissible[None, :], distance, batch.token_capacity + 1)
+    nearest = jnp.argmin(distance, axis=1).astype(jnp.int32)
+    # An ideal cut at 0 leaves a micro-batch empty on purpose (fewer tokens than micro-batches).
+    return jnp.where(admissible.any() & (ideal > 0), nearest, 0)
+
+
+def _check_bounds(bounds: jax.Array, capacity: int) -> None:
+    if isinstance(bounds, jax.core.Tracer):
+        return
+    values = np.asarray(bounds)
+    sizes = np.diff(values)
+    if sizes.min(initial=0) < 0 or values.min() < 0:
+        raise ValueError(f"cuts must not decrease and lie in [0, {values[-1]}], got {values[1:-1]}")
+    if sizes.max(initial=0) > capacity:
+        raise ValueError(f"a micro-batch of {sizes.max()} tokens exceeds the capacity {capacity}")
+
+
+def _take(batch: Batch, start: jax.Array, stop: jax.Array, capacity: int) -> Batch:
+    """The micro-batch of tokens [start, stop)."""
+    rows = min(batch.sequence_capacity, capacity)
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    live = slot < stop - start
+    source = jnp.minimum(start + slot, batch.token_capacity - 1)
+
+    row = jnp.arange(batch.sequence_capacity, dtype=jnp.int32)
+    lengths = jnp.where(row < batch.num_sequences, jnp.asarray(batch.query_lens), 0)
+    row_stop = jnp.cumsum(lengths)
+    row_start = row_stop - lengths
+    taken = jnp.maximum(jnp.minimum(row_stop, stop) - jnp.maximum(row_start, start), 0)
+    before = jnp.clip(start - row_start, 0, lengths)  # what earlier micro-batches took of the row
+    kept = taken > 0
+    (chosen,) = jnp.nonzero(kept, size=rows, fill_value=0)
+    filled = jnp.arange(rows, dtype=jnp.int32) < kept.sum(dtype=jnp.int32)
+    relabelled = jnp.cumsum(kept, dtype=jnp.int32) - 1
+    query_lens = jnp.where(filled, taken[chosen], 0).astype(jnp.int32)
+    context_lens = jnp.asarray(batch.context_lens)[chosen] + before[chosen]
+    zero = jnp.zeros(1, jnp.int32)
+    sequence_ids = jnp.where(live, relabelled[jnp.asarray(batch.sequence_ids)[source]], 0)
+    fields = {
+        "sequence_ids": sequence_ids.astype(jnp.int32),
+        "query_lens": query_lens,
+        "context_lens": jnp.where(filled, context_lens, 0).astype(jnp.int32),
+        "cu_query_lens": jnp.concatenate([zero, jnp.cumsum(query_lens, dtype=jnp.int32)]),
+        "num_tokens": (stop - start).astype(jnp.int32),
+        "num_sequences": kept.sum(dtype=jnp.int32),
+    }
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        rule = field.metadata["split"]
+        if rule is SplitRule.SHARED or value is None:
+            fields[field.name] = value
+        elif rule is SplitRule.TOKEN:
+            fields[field.name] = _take_tokens(jnp.asarray(value), batch, source, live)
+        elif rule is SplitRule.TOKEN_ROW:
+            rows_of = jnp.asarray(value)[source]
+            mask = live.reshape(-1, *[1] * (rows_of.ndim - 1))
+            fields[field.name] = jnp.where(mask, rows_of, jnp.zeros_like(rows_of))
+        elif rule is SplitRule.SEQUENCE:
+            value = jnp.asarray(value)[chosen]
+            mask = filled.reshape(-1, *[1] * (value.ndim - 1))
+            fields[field.name] = jnp.where(mask, value, jnp.zeros_like(value))
+    return type(batch)(**fields)
+
+
+def _take_tokens(value: jax.Array, batch: ForwardBatch, source, live) -> jax.Array:
+    """Token entries along the last axis, which holds a whole number of entries per token."""
+    *lead, size = value.shape
+    per_token, rest = divmod(size, batch.token_capacity)
+    if rest:
+        raise ValueError(
+            f"a per-token field of shape {value.shape} does not divide into "
+            f"{batch.token_capacity} tokens"
+        )
+    grouped = value.reshape(*lead, batch.token_capacity, per_token)[..., source, :]
+    grouped = jnp.where(live[:, None], grouped, jnp.zeros_like(grouped))
+    return grouped.reshape(*lead, source.shape[0] * per_token)

@@ -1,0 +1,1 @@
+"""Devices: the mesh and what is sharded over it, processes, and what travels between devices."""

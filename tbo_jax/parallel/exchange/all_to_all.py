@@ -1,0 +1,64 @@
+"""Expert exchange by `all_to_all`, in blocks that hold a device's tokens whatever the routing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from tbo_jax.parallel.exchange.base import Exchange, ExchangeSpec
+from tbo_jax.parallel.exchange.message import (
+    MessageFormat,
+    Placement,
+    local_experts,
+    rows_at,
+    sum_returned,
+    take,
+)
+
+
+@dataclass(frozen=True)
+class PaddedAllToAll(Exchange):
+    """Each device's tokens packed per destination, in blocks of T rows, by `all_to_all`.
+
+    T rows hold all tokens of a device, so that no routing overflows them.
+    """
+
+    axis: str | tuple[str, ...]
+    num_devices: int
+    experts_per_device: int
+    form: MessageFormat
+
+    @classmethod
+    def make(cls, spec: ExchangeSpec):
+        return cls(spec.axis, spec.num_devices, spec.experts_per_device, spec.form)
+
+    def pack(self, hidden, experts, weights):
+        tokens, devices = hidden.shape[0], self.num_devices
+        start = tokens * jnp.arange(devices, dtype=jnp.int32)
+        placement = Placement.of(experts, devices, self.experts_per_device)
+        places = placement.places(start, devices * tokens)
+        index = rows_at(places, devices * tokens).reshape(devices, tokens)
+        rows = take(hidden, index), take(experts, index, -1), take(weights, index)
+        return self.form.join(*rows), places
+
+    def dispatch(self, message):
+        return jax.lax.all_to_all(message, self.axis, 0, 0)
+
+    def unpack(self, received):
+        hidden, experts, weights = self.form.part(received.reshape(-1, received.shape[-1]))
+        return hidden, local_experts(experts, self.axis, self.experts_per_device), weights
+
+    def pack_results(self, results, received):
+        return results.reshape(self.num_devices, -1, results.shape[-1])
+
+    def combine(self, message):
+        return jax.lax.all_to_all(message, self.axis, 0, 0)
+
+    def unpack_results(self, returned, slots):
+        return sum_returned(returned.reshape(-1, returned.shape[-1]), slots)
+
+    def link_bytes(self, tokens, hidden_size, dtype):
+        row = self.form.row_bytes(hidden_size, dtype) + hidden_size * jnp.dtype(dtype).itemsize
+        return (self.num_devices - 1) * tokens * row

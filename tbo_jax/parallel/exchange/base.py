@@ -1,0 +1,64 @@
+"""What every transport of the expert exchange offers, and what one is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+import jax
+
+from tbo_jax.parallel.exchange.message import MessageFormat
+
+
+@dataclass(frozen=True)
+class ExchangeSpec:
+    """Between whom an exchange is, and what it carries."""
+
+    axis: str | tuple[str, ...]  # of the mesh, or several
+    num_devices: int  # R, of all of these axes
+    num_nodes: int  # size of the first axis, for a transport that tells nodes apart
+    experts_per_device: int
+    form: MessageFormat
+    platform: str  # of the devices
+
+
+class Exchange(Protocol):
+    """What the mixture-of-experts block asks of a transport. T tokens, K experts each, D hidden."""
+
+    # Whether rows are sent as routed, their number told in a collective of its own.
+    sizes_are_data: ClassVar[bool] = False
+
+    @classmethod
+    def make(cls, spec: ExchangeSpec) -> Self:
+        """The exchange between the devices of `spec`; ValueError where it cannot be."""
+
+    def pack(self, hidden, experts, weights) -> tuple[Any, Any]:
+        """[T, D], [T, K] int32 global ids (negative: no expert), [T, K] -> message, slots."""
+
+    def dispatch(self, message: Any) -> Any:
+        """The first communication."""
+
+    def unpack(self, received: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """received -> rows [M, D], ids among this device's experts [M, K], weights [M, K]."""
+
+    def pack_results(self, results: jax.Array, received: Any) -> Any:
+        """[M, D], and what `dispatch` gave -> message."""
+
+    def combine(self, message: Any) -> Any:
+        """The second communication."""
+
+    def unpack_results(self, returned: Any, slots: Any) -> jax.Array:
+        """returned, slots -> [T, D]."""
+
+    def link_bytes(self, tokens: int, hidden_size: int, dtype: Any) -> int:
+        """Bytes that a device sends to others for T = `tokens`, both ways; at most, if ragged."""
+
+
+def check_divisible(num_experts: int, num_devices: int) -> None:
+    """Raise ValueError, naming the device counts that work, unless devices divide the experts."""
+    if num_experts % num_devices:
+        works = [str(n) for n in range(1, num_experts + 1) if num_experts % n == 0]
+        raise ValueError(
+            f"{num_experts} experts cannot be shared equally by {num_devices} devices; "
+            f"device counts that work: {', '.join(works)}"
+        )

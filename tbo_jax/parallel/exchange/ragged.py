@@ -1,0 +1,174 @@
+"""Expert exchange by `ragged_all_to_all`: a device sends each other one the tokens routed there.
+
+What arrives from device r stands in rows r * T to (r + 1) * T, so that no routing overflows them
+and a sender knows where to write without asking. How much arrives, and where it is to go back to,
+has to be told first: 8 bytes for each device, in an all-to-all of their own.
+
+They are told in the compute that routes, not in the communication after it: the other micro-batch's
+compute starts when they have arrived, and all of it runs beside the payload. They travel beside the
+packing of the payload. (Modelled for 8x H100: told in the communication, they had the whole of the
+other's compute to themselves, and the payload waited for its end. By all-gather, XLA:GPU joined
+those of both micro-batches to one, and the first waited for the second.) Two collectives are then
+on their way at a time, which `compiler_options` allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import comb
+
+import jax
+import jax.numpy as jnp
+
+from tbo_jax.parallel.exchange.base import Exchange, ExchangeSpec
+from tbo_jax.parallel.exchange.message import (
+    MessageFormat,
+    Placement,
+    local_experts,
+    rows_at,
+    sum_returned,
+    take,
+)
+
+
+@dataclass(frozen=True)
+class RaggedAllToAll(Exchange):
+    """Each device's tokens packed per destination one after another; see `base.Exchange`.
+
+    A message goes with its sizes: how many rows this device sends to each, [R] int32, and of what
+    each sends to this one, how many rows and the first of them in the sender's message, [R, 2].
+    """
+
+    sizes_are_data = True
+
+    axis: str | tuple[str, ...]
+    num_devices: int
+    experts_per_device: int
+    form: MessageFormat
+
+    @classmethod
+    def make(cls, spec: ExchangeSpec):
+        return cls(spec.axis, spec.num_devices, spec.experts_per_device, spec.form)
+
+    def pack(self, hidden, experts, weights):
+        placement = Placement.of(experts, self.num_devices, self.experts_per_device)
+        offset = _before(placement.count)
+        sizes = jnp.stack([placement.count, offset], 1)
+        told = jax.lax.all_to_all(sizes, self.axis, 0, 0)
+        rows = hidden.shape[0] * min(self.num_devices, self.form.top_k)
+        places = placement.places(offset, rows)
+        index = rows_at(places, rows)
+        packed = take(hidden, index), take(experts, index, -1), take(weights, index)
+        return (self.form.join(*packed), placement.count, told), places
+
+    def dispatch(self, message):
+        payload, count, told = message
+        tokens = payload.shape[0] // min(self.num_devices, self.form.top_k)
+        first = tokens * jax.lax.axis_index(self.axis)
+        received = send_rows(
+            payload,
+            self.num_devices * tokens,
+            input_offsets=_before(count),
+            send_sizes=count,
+            output_offsets=jnp.full(self.num_devices, first, jnp.int32),
+            recv_sizes=told[:, 0],
+            axis=self.axis,
+        )
+        return received, count, told
+
+    def unpack(self, received):
+        message, _, told = received
+        hidden, experts, weights = self.form.part(message)
+        row = jnp.arange(message.shape[0] // self.num_devices, dtype=jnp.int32)
+        arrived = (row < told[:, :1]).reshape(-1, 1)
+        experts = jnp.where(arrived, experts, -1)
+        return hidden, local_experts(experts, self.axis, self.experts_per_device), weights
+
+    def pack_results(self, results, received):
+        return results, *received[1:]
+
+    def combine(self, message):
+        results, count, told = message
+        tokens = results.shape[0] // self.num_devices
+        return send_rows(
+            results,
+            tokens * min(self.num_devices, self.form.top_k),
+            input_offsets=tokens * jnp.arange(self.num_devices, dtype=jnp.int32),
+            send_sizes=told[:, 0],
+            output_offsets=told[:, 1],
+            recv_sizes=count,
+            axis=self.axis,
+        )
+
+    def unpack_results(self, returned, slots):
+        return sum_returned(returned, slots)
+
+    def link_bytes(self, tokens, hidden_size, dtype):
+        row = self.form.row_bytes(hidden_size, dtype) + hidden_size * jnp.dtype(dtype).itemsize
+        told = 2 * 4 * (self.num_devices - 1)
+        return min(self.num_devices - 1, self.form.top_k) * tokens * row + told
+
+
+def expected_destinations(num_devices: int, num_experts: int, top_k: int) -> float:
+    """To how many *other* devices a token goes, if its K experts are drawn evenly of all E."""
+    elsewhere = comb(num_experts - num_experts // num_devices, top_k) / comb(num_experts, top_k)
+    return (num_devices - 1) * (1 - elsewhere)
+
+
+def send_rows(
+    operand: jax.Array,
+    rows: int,
+    *,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    axis: str | tuple[str, ...],
+) -> jax.Array:
+    """`jax.lax.ragged_all_to_all` into `rows` new rows, on every platform.
+
+    XLA:CPU has none (jax 0.12): there all rows go to all devices, and each picks its own.
+
+    Args:
+        operand: [N, W].
+        rows: M, of the result.
+        input_offsets, send_sizes: [R] int32, the rows of `operand` for each device.
+        output_offsets: [R] int32, where they go in the result of that device.
+        recv_sizes: [R] int32, how many come from each device.
+        axis: of the mesh, of R devices.
+
+    Returns:
+        [M, W]; what nothing was written to is undefined.
+    """
+
+    def native(operand, input_offsets, send_sizes, output_offsets, recv_sizes):
+        # Not zeros: XLA fills those of all layers at once, before the first, and keeps them all.
+        out = jax.lax.empty((rows, operand.shape[1]), operand.dtype)
+        sizes = input_offsets, send_sizes, output_offsets, recv_sizes
+        return jax.lax.ragged_all_to_all(operand, out, *sizes, axis_name=axis)
+
+    def emulated(operand, input_offsets, send_sizes, output_offsets, _):
+        where = jnp.stack([input_offsets, send_sizes, output_offsets])
+        return _send_rows_emulated(operand, rows, where, axis)
+
+    where = input_offsets, send_sizes, output_offsets, recv_sizes
+    return jax.lax.platform_dependent(operand, *where, cpu=emulated, default=native)
+
+
+def _send_rows_emulated(operand, rows, where, axis):
+    """`where` [3, R]: input offsets, sizes and output offsets, of this sender."""
+    me = jax.lax.axis_index(axis)
+    source, size, target = jax.lax.all_gather(where, axis)[:, :, me].T  # [R] each, of the senders
+    within = jnp.arange(rows, dtype=jnp.int32)[:, None] - target  # [M, R]
+    sent = (within >= 0) & (within < size)
+    everything = jax.lax.all_gather(operand, axis, tiled=True)  # [R * N, W]
+    first = operand.shape[0] * jnp.arange(size.shape[0], dtype=jnp.int32) + source
+    index = jnp.where(sent, first + within, 0).sum(1)
+    # What is undefined is a NaN here, so that whoever reads it shows.
+    undefined = jnp.nan if jnp.issubdtype(operand.dtype, jnp.floating) else 255
+    return take(everything, jnp.where(sent.any(1), index, everything.shape[0]), undefined)
+
+
+def _before(count: jax.Array) -> jax.Array:
+    """The sum of what stands before each."""
+    return jnp.cumsum(count, dtype=jnp.int32) - count

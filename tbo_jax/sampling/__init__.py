@@ -1,0 +1,16 @@
+"""From logits to tokens (`draw`), and what a caller asks of it (`params`, without JAX)."""
+
+from typing import Any
+
+from tbo_jax.sampling.params import MAX_SEED, SamplingParams
+
+__all__ = ["MAX_SEED", "SamplingInputs", "SamplingParams", "greedy", "kept_tokens", "sample"]
+
+
+def __getattr__(name: str) -> Any:
+    # Late: who only makes `SamplingParams`, such as a process that serves HTTP, needs no JAX.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from tbo_jax.sampling import draw
+
+    return getattr(draw, name)

@@ -1,0 +1,122 @@
+"""Options of XLA that let it overlap collectives with compute, by platform, in one place."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from tbo_jax.host.folders import cache_folder
+from tbo_jax.parallel.exchange import TRANSPORTS, Transport
+
+logger = logging.getLogger(__name__)
+
+Options = dict[str, str | bool]
+
+# Without these every all-to-all on TPU runs in line with compute (libtpu 0.0.52, v5e to tpu7x).
+_TPU: Options = {
+    "xla_tpu_enable_async_all_to_all": "true",
+    "xla_tpu_enable_async_ragged_all_to_all": "true",
+    "xla_tpu_enable_all_experimental_scheduler_features": "true",
+}
+_GPU_COLLECTIVES = (
+    "all-to-all",
+    "ragged-all-to-all",
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "collective-permute",
+)
+_GPU_COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
+_JOINED_SUMS = str(30 << 20)  # bytes; XLA's own default
+_MOST_COLLECTIVES = 1000  # of one kind in a program that is given a profile
+
+
+def compiler_options(
+    platform: str,
+    num_devices: int,
+    micro_batches: int,
+    transport: Transport = "all_to_all",
+    *,
+    training: bool = False,
+) -> Options:
+    """For `jax.jit(compiler_options=...)` or `Lowered.compile(...)`.
+
+    Args:
+        platform: of the devices of the mesh ("cpu", "gpu" or "cuda", "tpu"). They need not be
+            there (`jax.experimental.topologies`), so JAX's default backend is not asked.
+        num_devices: of the mesh.
+        micro_batches: of the program. What only matters with several is left out for one.
+        transport: of the expert exchange.
+        training: whether all-reduces are sums of gradients, which nothing waits for.
+    """
+    if num_devices == 1 or platform not in ("gpu", "cuda", "tpu"):
+        return {}  # nothing to overlap; XLA:CPU refuses options of other platforms
+    if platform == "tpu":
+        return dict(_TPU)
+    options: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    ragged = TRANSPORTS[transport].sizes_are_data
+    if micro_batches > 1:
+        options |= {
+            "xla_gpu_pgle_profile_file_or_directory_path": str(
+                _collectives_first(ragged, training)
+            ),
+            # Else XLA warns of every instruction that the profile does not name.
+            "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
+        }
+        # Else XLA joins small sums of both micro-batches to one, which then waits for the second.
+        options |= {f"xla_gpu_{kind}_combine_threshold_bytes": "0" for kind in _GPU_COMBINED}
+        if training:  # those of gradients may be joined
+            options["xla_gpu_all_reduce_combine_threshold_bytes"] = _JOINED_SUMS
+        if ragged:  # the counts of one micro-batch travel beside the payload of the other
+            options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
+    return options
+
+
+@functools.cache
+def _collectives_first(ragged: bool = False, training: bool = False) -> Path:
+    """A profile for XLA's scheduler that says that every collective takes a second.
+
+    The order of compute is fixed by barriers, so a collective can only gain from an early start.
+    XLA:GPU's own estimate takes a loop for an instant and starts a collective so late that it only
+    runs beside the end of the other micro-batch's stage: 21 of 136 microseconds of a decode step of
+    Qwen3-30B-A3B, modelled for 8 H100. With the profile it starts when its message is ready.
+    XLA takes a profile by file name only, and the name is a part of its cache's key.
+
+    With the ragged transport an all-to-all carries counts, which the payload waits for. It is left
+    out: XLA would hold back the payload until the other micro-batch's compute had hidden the counts
+    (in the step above, 15 of 360 microseconds of compute were left beside the payload).
+
+    In training an all-reduce is left out too: one collective is in flight at a time, and the sum of
+    a gradient took the compute that was to hide an exchange of the backward pass.
+    """
+    left_out = {"all-to-all": ragged, "all-reduce": training}
+    names = [
+        f"{kind}-start{f'.{number}' if number else ''}"
+        for kind in _GPU_COLLECTIVES
+        if not left_out.get(kind)
+        for number in range(_MOST_COLLECTIVES)
+    ]
+    text = "".join(f'costs {{ name: "{name}" cost_us: 1000000 }}\n' for name in names)
+    root, file = cache_folder(), "payloads_first.pbtxt" if ragged else "collectives_first.pbtxt"
+    file = f"training_{file}" if training else file
+    try:
+        return _write_once(root / file, text)
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="tbo_jax-"))
+        logger.warning("no profile in %s (%s), put in %s: programs are not found again in XLA's "
+                       "cache", root, error, folder)  # fmt: skip
+        return _write_once(folder / file, text)
+
+
+def _write_once(path: Path, text: str) -> Path:
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(name, path)
+    return path

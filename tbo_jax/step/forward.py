@@ -1,0 +1,81 @@
+"""The step of a device: split the batch, run the layers, bring the rows together. Pure, traced."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from tbo_jax.attention.buffers import AttentionBuffers
+from tbo_jax.attention.work import plan_attention
+from tbo_jax.layers.context import LayerContext, PagedAttention, live_tokens
+from tbo_jax.layers.decoder import CausalLM
+from tbo_jax.layers.rotary import rotary_table
+from tbo_jax.overlap.batch import ForwardBatch
+from tbo_jax.overlap.split import gather_tokens, split_batch_decoder_layers
+from tbo_jax.overlap.stages import run_layers
+from tbo_jax.parallel.exchange import Exchange
+from tbo_jax.parallel.tensor_parallel import TensorParallel
+from tbo_jax.step.inputs import Inputs
+from tbo_jax.step.kernels import Kernels
+from tbo_jax.step.shapes import Bucket
+
+Rows = Literal["last", "all"]  # logits of the last token of each sequence, or of all tokens
+
+
+def forward(
+    model: CausalLM,
+    buffers: AttentionBuffers,
+    batch: ForwardBatch,
+    *,
+    bucket: Bucket,
+    micro_batches: int,
+    kernels: Kernels,
+    exchange: Exchange,
+    tensor: TensorParallel,
+    rows: Rows,
+    inputs: Inputs,
+) -> tuple[jax.Array, AttentionBuffers]:
+    """Run a batch through the model in so many micro-batches.
+
+    Args:
+        model: with this device's weights.
+        buffers: of this rank.
+        batch: of this rank, of the shape of `bucket`.
+        bucket, micro_batches: static.
+        kernels, exchange, tensor: what computes and what communicates.
+        rows: whose logits.
+        inputs: which optional fields `batch` has.
+
+    Returns:
+        Logits float32 [B, V] or [T, V], and the buffers.
+    """
+    parts: tuple[ForwardBatch, ...] = (batch,)
+    if micro_batches > 1:
+        image = model.config.image_token_id if inputs.cuts_anywhere(bucket) else None
+        parts = split_batch_decoder_layers(batch, micro_batches, image)
+    block = bucket.query_block or min(kernels.prefill_query_block, bucket.tokens)
+    work = [
+        plan_attention(part, block, old) for part, old in zip(parts, buffers.work, strict=False)
+    ]
+    contexts = [
+        LayerContext(
+            attention=PagedAttention(part, items, block, kernels.attention),
+            exchange=exchange,
+            rotary=rotary_table(model.config.rotary, part.positions),
+            live=live_tokens(part),
+            tensor=tensor,
+            experts=kernels.experts,
+        )
+        for part, items in zip(parts, work, strict=True)
+    ]
+    carries = [model.embed(part.token_ids, part.inputs_embeds) for part in parts]
+    hidden, cache = run_layers(model.layers, carries, contexts, buffers.cache)
+    if rows == "last":
+        tokens = jnp.maximum(batch.cu_query_lens[1:] - 1, 0)
+    else:
+        tokens = jnp.arange(batch.token_capacity, dtype=jnp.int32)
+    chosen = gather_tokens(hidden, parts, tokens)
+    kept = buffers.work[len(work) :]  # a step that is not split leaves the others' buffers
+    return model.logits(chosen), AttentionBuffers(cache, (*work, *kept))

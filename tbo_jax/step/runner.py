@@ -1,0 +1,298 @@
+"""The model runner: one jitted step over all ranks, with the attention buffers donated to it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tbo_jax.attention.buffers import BUFFER_SPECS, AttentionBuffers, allocate_attention_buffers
+from tbo_jax.layers.decoder import CausalLM
+from tbo_jax.layers.exchange import exchange_of
+from tbo_jax.overlap.batch import ForwardBatch
+from tbo_jax.overlap.config import OverlapConfig
+from tbo_jax.overlap.stages import StackedLayers
+from tbo_jax.parallel.exchange import LocalExchange, Transport
+from tbo_jax.parallel.exchange.message import DispatchDtype
+from tbo_jax.parallel.processes import over_ranks
+from tbo_jax.parallel.sharding import RANKS, TENSOR, num_ranks, parameter_spec
+from tbo_jax.parallel.tensor_parallel import TensorParallel
+from tbo_jax.step.compiler_options import Options, compiler_options
+from tbo_jax.step.forward import Rows, forward
+from tbo_jax.step.inputs import Inputs
+from tbo_jax.step.kernels import choose_kernels
+from tbo_jax.step.shapes import Bucket, CacheConfig, Program
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # done, in all
+
+
+class ModelRunner:
+    """Compiles and runs the step of a model: R ranks, each with its own batch and its own pages.
+
+    The step is `(buffers, batch) -> (logits, buffers)`; its buffers are donated. Attention is
+    data-parallel over the ranks, tensor-parallel over the devices of a rank, and experts are
+    sharded over all devices, in one SPMD program: every device issues the same collectives whatever
+    its batch holds, an empty batch included.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: CacheConfig,
+        *,
+        mesh: Mesh,
+        overlap: OverlapConfig | None = None,
+        transport: Transport = "all_to_all",
+        dispatch_dtype: DispatchDtype | None = None,
+        logits: Rows = "last",
+        inputs: Inputs | None = None,
+    ):
+        """Args:
+        model: with its weights on the devices of `mesh`, as `load_model` leaves them.
+        cache: size of the key/value cache.
+        mesh: of `make_mesh`.
+        overlap: micro-batches; default none.
+        transport, dispatch_dtype: of the expert exchange (`make_exchange`).
+        logits: of the last token of each sequence [R, B, V], or of all tokens [R, T, V]; steps
+            that verify drafts always give those of all tokens.
+        inputs: what every batch holds beside tokens; default nothing.
+
+        Raises:
+            ValueError: the experts do not divide over the devices, or the heads over those of a
+                rank, or an unknown transport or dispatch_dtype, or inputs that the model does not
+                read.
+        """
+        self.config = model.config
+        self.cache = cache
+        self.mesh = mesh
+        self.overlap = OverlapConfig() if overlap is None else overlap
+        self.transport = transport
+        self.dispatch_dtype = dispatch_dtype
+        self.logits = logits
+        self.inputs = Inputs() if inputs is None else inputs
+        self.inputs.check_model(self.config)
+        self.scanned = isinstance(model.layers, StackedLayers)
+        # Split once: a jitted step that took the module would walk its object graph in every call.
+        self._graph, state = nnx.split(model)
+        flat = nnx.to_flat_state(state)
+        self._specs = [parameter_spec(path, variable, mesh) for path, variable in flat]
+        self._weights, self._structure = jax.tree.flatten(state)
+        self.tensor = TensorParallel(mesh.shape[TENSOR])
+        self._on_device = model.config.of_device(self.tensor.size)
+        self.kernels = choose_kernels(mesh.devices.flat[0], self._on_device)
+        self._compiled: dict[Program, jax.stages.Compiled] = {}
+        self._chosen: dict[Bucket, int] = {}
+        self._exchange = exchange_of(self.config, mesh, transport, dispatch_dtype)
+        if self.overlap.mode == "on" and not self.communicates:
+            logger.warning(
+                "USE_TBO=1: %s on %d device(s) has no communication between devices; steps are "
+                "split, and there is nothing to overlap",
+                self.config.model_type,
+                mesh.size,
+            )
+
+    @property
+    def num_compiled(self) -> int:
+        """Steps compiled so far."""
+        return len(self._compiled)
+
+    def micro_batches(self, bucket: Bucket) -> int:
+        """Into how many micro-batches a step of this bucket is cut."""
+        chosen = self._chosen.get(bucket)
+        return self.overlap.micro_batches(bucket.tokens) if chosen is None else chosen
+
+    def choose(self, bucket: Bucket, micro_batches: int) -> None:
+        """Cut steps of this bucket so from here on, and drop its other compiled programs.
+
+        Raises ValueError for a number that the configuration of the overlap does not allow.
+        """
+        allowed = self.overlap.candidates(bucket.tokens)
+        if micro_batches not in allowed:
+            raise ValueError(
+                f"{micro_batches} micro-batches for {bucket}: expected one of {allowed}"
+            )
+        self._chosen[bucket] = micro_batches
+        for program in [p for p in self._compiled if p[0] == bucket and p[1] != micro_batches]:
+            del self._compiled[program]
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the layers send anything from device to device."""
+        exchanged = self._num_sparse > 0 and not isinstance(self._exchange, LocalExchange)
+        return exchanged or self.tensor.size > 1
+
+    @property
+    def _num_sparse(self) -> int:
+        return sum(self.config.is_sparse(layer) for layer in range(self.config.num_layers))
+
+    def link_bytes(self, bucket: Bucket) -> int:
+        """Bytes that a device sends to others in a step; with a ragged transport the most."""
+        count, config = self.micro_batches(bucket), self.config
+        whole = count == 1 or self.inputs.cuts_anywhere(bucket)
+        tokens = bucket.tokens if whole else -(-bucket.tokens // count)  # of a micro-batch, padded
+        part = -(-tokens // self.tensor.size)
+        sparse = self._exchange.link_bytes(part, config.hidden_size, config.dtype)
+        # In rings: scattering sends all parts but one, and so does gathering; reducing does both.
+        away = (self.tensor.size - 1) * part * config.hidden_size * jnp.dtype(config.dtype).itemsize
+        dense = 4 * away  # reduced twice
+        num_dense = config.num_layers - self._num_sparse
+        return count * (self._num_sparse * (sparse + 2 * away) + num_dense * dense)
+
+    def allocate(self) -> AttentionBuffers:
+        """The buffers that every step takes and returns."""
+        config, cache = self.config, self.cache
+        return allocate_attention_buffers(
+            num_layers=config.num_layers,
+            num_pages=cache.num_pages,
+            page_size=cache.page_size,
+            num_kv_heads=self._on_device.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=config.dtype,
+            max_tokens=cache.max_tokens,
+            num_micro_batches=self.overlap.num_micro_batches if self.overlap.enabled else 1,
+            stacked=self.scanned,
+            layout=self.kernels.page_layout,
+            mesh=self.mesh,
+        )
+
+    def step(
+        self,
+        bucket: Bucket,
+        buffers: AttentionBuffers,
+        batch: ForwardBatch,
+        micro_batches: int | None = None,
+    ) -> tuple[jax.Array, AttentionBuffers]:
+        """Run one step; compiles first if the bucket is new.
+
+        Args:
+            bucket: shape of `batch`.
+            buffers: donated; use the returned ones from here on.
+            batch: leaves [R, ...] (`stack_batches`), with the fields that `inputs` names.
+            micro_batches: run it with so many; default those of the bucket.
+
+        Returns:
+            Logits float32 [R, B, V] ([R, T, V] with `logits="all"` or drafts; rows of padding are
+            undefined), and the buffers.
+
+        Raises:
+            ValueError: the batch has other fields.
+        """
+        self.inputs.check(batch)
+        batch = over_ranks(batch, self.mesh)
+        return self.compile(bucket, micro_batches)(self._weights, buffers, batch)
+
+    def compile(self, bucket: Bucket, micro_batches: int | None = None) -> jax.stages.Compiled:
+        """The compiled step of a bucket, from the cache of this runner if it is there."""
+        count = self.micro_batches(bucket) if micro_batches is None else micro_batches
+        if (bucket, count) not in self._compiled:
+            for error in self.compile_programs([(bucket, count)]).values():
+                raise error
+        return self._compiled[bucket, count]
+
+    def compile_all(self, buckets: Sequence[Bucket], progress: Progress | None = None) -> None:
+        """Compile the steps of several buckets; see `compile_programs`."""
+        programs = [(bucket, self.micro_batches(bucket)) for bucket in buckets]
+        for error in self.compile_programs(programs, progress).values():
+            raise error
+
+    def compile_programs(
+        self, programs: Sequence[Program], progress: Progress | None = None
+    ) -> dict[Program, jax.errors.JaxRuntimeError]:
+        """Compile several programs, XLA working on one while the next is traced.
+
+        Args:
+            programs: those that are compiled already cost nothing.
+            progress: called with (compiled, in all).
+
+        Returns:
+            Those that XLA failed on, with its error.
+        """
+        missing = [key for key in dict.fromkeys(programs) if key not in self._compiled]
+        done = len(programs) - len(missing)
+        failed: dict[Program, jax.errors.JaxRuntimeError] = {}
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            futures = {
+                pool.submit(self.lower(*key).compile, self.compiler_options(key[1])): key
+                for key in missing
+            }
+            for future in as_completed(futures):
+                try:
+                    self._compiled[futures[future]] = future.result()
+                except jax.errors.JaxRuntimeError as error:
+                    failed[futures[future]] = error
+                done += 1
+                if progress is not None:
+                    progress(done, len(programs))
+        return failed
+
+    def compiler_options(self, micro_batches: int) -> Options:
+        """What XLA is told for the programs of this runner."""
+        platform = self.mesh.devices.flat[0].platform
+        return compiler_options(platform, self.mesh.size, micro_batches, self.transport)
+
+    def lower(self, bucket: Bucket, micro_batches: int | None = None) -> jax.stages.Lowered:
+        """The step of a bucket, traced and lowered for the mesh; nothing is allocated."""
+        count = self.micro_batches(bucket) if micro_batches is None else micro_batches
+        placed = functools.partial(NamedSharding, self.mesh)
+
+        def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        weights = [
+            abstract(leaf, placed(spec))
+            for leaf, spec in zip(self._weights, self._specs, strict=True)
+        ]
+        buffers = jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda leaf: abstract(leaf, placed(spec)), part),
+            BUFFER_SPECS,
+            jax.eval_shape(self.allocate),
+        )
+        ranks = placed(PartitionSpec(RANKS))
+        shapes = self.inputs.abstract_batch(bucket, self.cache, self.config, num_ranks(self.mesh))
+        batch = jax.tree.map(lambda leaf: abstract(leaf, ranks), shapes)
+        with warnings.catch_warnings():
+            # A buffer that cannot be updated in place would be copied whole in every step.
+            warnings.filterwarnings("error", message="Some donated buffers were not usable")
+            return self._jitted(bucket, count).lower(weights, buffers, batch)
+
+    def _jitted(self, bucket: Bucket, count: int) -> Any:
+        ranks = PartitionSpec(RANKS)
+
+        def step(weights: list[jax.Array], buffers: AttentionBuffers, batch: ForwardBatch):
+            model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
+            one = jax.tree.map(lambda leaf: leaf[0], batch)
+            logits, buffers = forward(
+                model,
+                buffers,
+                one,
+                bucket=bucket,
+                micro_batches=count,
+                kernels=self.kernels,
+                exchange=self._exchange,
+                tensor=self.tensor,
+                rows="all" if bucket.drafts else self.logits,
+                inputs=self.inputs,
+            )
+            return logits[None], buffers
+
+        # Varying-axes checks would ask for casts in every loop that starts from zeros.
+        sharded = jax.shard_map(
+            step,
+            mesh=self.mesh,
+            in_specs=(self._specs, BUFFER_SPECS, ranks),
+            out_specs=(ranks, BUFFER_SPECS),
+            check_vma=False,
+        )
+        # Explicit: inferred shardings of axes of size one get lost, and the next step would copy.
+        placed = jax.tree.map(functools.partial(NamedSharding, self.mesh), (ranks, BUFFER_SPECS))
+        return jax.jit(sharded, donate_argnums=1, out_shardings=placed)

@@ -1,0 +1,647 @@
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tbo_jax.engine.scheduling.plan import Propose, StepPlan
+from tbo_jax.engine.scheduling.request import Request, unread_token
+from tbo_jax.engine.scheduling.scheduler import Scheduler
+from tbo_jax.sampling.params import SamplingParams
+
+
+def next_token(prefix: list[int] | tuple[int, ...]) -> int:
+    """The stand-in for the model: any change anywhere in the prefix changes the token."""
+    return zlib.crc32(repr(list(prefix)).encode()) % 997
+
+
+class Model:
+    """A cache of token ids in pages; a new token comes from what the pages say, not the request."""
+
+    def __init__(self, num_ranks: int, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.slots = [[-1] * (num_pages * page_size) for _ in range(num_ranks)]
+
+    def run(self, plan: StepPlan, before: Dispatched | None = None) -> dict[int, list[int]]:
+        """The new tokens; `before` is the step that has those which the requests lack still."""
+        tokens = {}
+        for slots, sequences in zip(self.slots, plan.ranks, strict=True):
+            for sequence in sequences:
+                request, end = sequence.request, sequence.request.num_computed + sequence.num_tokens
+                places = [
+                    request.pages[i // self.page_size] * self.page_size + i % self.page_size
+                    for i in range(end)
+                ]
+                for i, token in enumerate(sequence.token_ids, request.num_computed):
+                    slots[places[i]] = before.token(request, token) if token < 0 else token
+                if sequence.samples:
+                    held = [slots[place] for place in places]
+                    last = end - len(sequence.drafts)
+                    sampled = [next_token(held[:stop]) for stop in range(last, end + 1)]
+                    accepted = sequence.accept(sampled)
+                    ends = [i for i, token in enumerate(accepted) if is_end(token)]
+                    tokens[request.request_id] = accepted[: ends[0] + 1] if ends else accepted
+        return tokens
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A plan that was run while the one before it was not committed."""
+
+    plan: StepPlan
+    tokens: dict[int, list[int]]
+
+    def token(self, request: Request, placeholder: int) -> int:
+        """What the device finds in the row that the placeholder names."""
+        assert request.rank is not None
+        rows = self.plan.ranks[request.rank]
+        (row,) = [i for i in range(len(rows)) if unread_token(i) == placeholder]
+        assert rows[row].samples and rows[row].request is request
+        (token,) = self.tokens[request.request_id]
+        return token
+
+
+def make(request_id: int, prompt: int, max_new_tokens: int = 100) -> Request:
+    ids = tuple(1000 * request_id + i for i in range(prompt))
+    return Request(request_id, ids, SamplingParams(max_new_tokens=max_new_tokens))
+
+
+def scheduler_of(**sizes: int) -> Scheduler:
+    defaults = {
+        "num_ranks": 1,
+        "num_pages": 101,
+        "page_size": 4,
+        "max_sequences": 4,
+        "max_tokens": 16,
+        "max_context": 64,
+    }
+    return Scheduler(**(defaults | sizes))
+
+
+def shape(plan: StepPlan) -> list[list[tuple[int, int, bool]]]:
+    return [[(s.request.request_id, s.num_tokens, s.samples) for s in rank] for rank in plan.ranks]
+
+
+def step(scheduler: Scheduler) -> list[list[tuple[int, int, bool]]]:
+    plan = scheduler.schedule()
+    result = shape(plan)
+    scheduler.commit(plan, {s.request.request_id: [7] for s in plan.sequences if s.samples})
+    scheduler.check()
+    return result
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks is 0"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"max_sequences": 0}, "max_sequences is 0"),
+        ({"num_pages": 1}, "num_pages is 1"),
+        ({"max_context": 1}, "max_context is 1"),
+        ({"max_sequences": 17}, "max_tokens is 16; expected at least max_sequences, 17"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scheduler_of(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sizes", "message"),
+    [
+        (0, {}, "request 5 has an empty prompt"),
+        (64, {}, "prompt of 64 tokens; expected at most 63"),
+        (8, {"num_pages": 3}, "prompt of 8 tokens; expected at most 7"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused(
+    prompt: int, sizes: dict[str, int], message: str
+) -> None:
+    scheduler = scheduler_of(**sizes)
+    with pytest.raises(ValueError, match=message):
+        scheduler.add(make(5, prompt))
+    assert not scheduler.has_work
+    scheduler.add(make(5, max(1, prompt - 1)))
+    step(scheduler)
+
+
+def test_an_id_in_use_and_a_request_added_before_are_refused() -> None:
+    scheduler = scheduler_of()
+    request = make(1, 3, max_new_tokens=1)
+    scheduler.add(request)
+    with pytest.raises(ValueError, match="request 1 exists already"):
+        scheduler.add(make(1, 4))
+    step(scheduler)
+    with pytest.raises(ValueError, match="request 1 was added before"):
+        scheduler.add(request)
+    scheduler.add(make(1, 4))
+
+
+# The plan
+
+
+def test_decodes_come_first_and_prefills_are_cut_to_the_budget() -> None:
+    scheduler = scheduler_of(max_tokens=8)
+    for request_id, prompt in ((0, 3), (1, 10), (2, 4)):
+        scheduler.add(make(request_id, prompt))
+    assert step(scheduler) == [[(0, 3, True), (1, 5, False)]]
+    assert step(scheduler) == [[(0, 1, True), (1, 5, True), (2, 2, False)]]
+    assert step(scheduler) == [[(0, 1, True), (1, 1, True), (2, 2, True)]]
+    assert step(scheduler) == [[(0, 1, True), (1, 1, True), (2, 1, True)]]
+
+
+def test_a_one_token_prompt_samples_at_once() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make(0, 1))
+    assert step(scheduler) == [[(0, 1, True)]]
+
+
+def test_requests_go_to_the_rank_with_most_pages_to_spare() -> None:
+    scheduler = scheduler_of(num_ranks=3, max_sequences=2)
+    for request_id, prompt in enumerate((9, 1, 5, 1, 1, 1, 1)):
+        scheduler.add(make(request_id, prompt))
+    placed = [[s[0] for s in rank] for rank in step(scheduler)]
+    # Equal ranks fill by index; then rank 1 has 98 to spare, rank 2 has 97 and rank 0 has 96.
+    assert placed == [[0, 5], [1, 3], [2, 4]]
+    assert scheduler.num_waiting == 1
+
+
+def test_admission_stops_at_the_first_that_does_not_fit() -> None:
+    scheduler = scheduler_of(num_pages=6)
+    for request_id, prompt in ((0, 8), (1, 12), (2, 1)):
+        scheduler.add(make(request_id, prompt))
+    # Request 1 needs the 3 pages left, of which one is spared for the growth of request 0.
+    assert step(scheduler) == [[(0, 8, True)]]
+    assert scheduler.num_waiting == 2
+
+
+def test_the_youngest_is_preempted_and_computed_anew() -> None:
+    scheduler = scheduler_of(num_pages=6, max_tokens=32)
+    old, young = make(0, 7), make(1, 8)
+    scheduler.add(old)
+    scheduler.add(young)
+    step(scheduler)
+    assert [len(old.pages), len(young.pages)] == [2, 2]
+    while young.num_preemptions == 0:
+        step(scheduler)
+    scheduler.add(make(2, 1))
+    tokens = list(young.token_ids)
+    assert scheduler.num_running == 1 and young.rank is None and young.num_computed == 0
+    assert scheduler.statistics.preemptions == 1
+    assert scheduler.statistics.discarded_tokens == len(tokens) - 1
+    scheduler.finish(old, "stop")
+    resumed = step(scheduler)
+    assert resumed == [[(1, len(tokens), True), (2, 1, True)]]
+    assert young.token_ids[:-1] == tokens
+
+
+def test_a_second_plan_needs_the_first_one_closed() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make(0, 3))
+    plan = scheduler.schedule()
+    with pytest.raises(RuntimeError, match="neither committed nor discarded"):
+        scheduler.schedule()
+    scheduler.discard(plan)
+    with pytest.raises(RuntimeError, match="not the open plan"):
+        scheduler.commit(plan, {0: [1]})
+    assert step(scheduler) == [[(0, 3, True)]]
+    assert scheduler.statistics.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("sampled", "stopped"),
+    [
+        ({}, ()),
+        ({0: [1], 1: [1]}, ()),
+        ({1: [1]}, ()),
+        ({0: [1]}, (1,)),
+        ({0: []}, ()),
+        ({0: [1, 2]}, ()),
+    ],
+)
+def test_tokens_that_do_not_match_the_plan_change_nothing(sampled: Any, stopped: Any) -> None:
+    scheduler = scheduler_of(max_tokens=4)
+    scheduler.add(make(0, 3))
+    scheduler.add(make(1, 3))  # gets one token of its prompt, so it samples nothing
+    plan = scheduler.schedule()
+    with pytest.raises(ValueError, match="expected"):
+        scheduler.commit(plan, sampled, stopped)
+    assert [s.request.num_computed for s in plan.sequences] == [0, 0]
+    scheduler.commit(plan, {0: [1]})
+    assert [s.request.num_computed for s in plan.sequences] == [3, 1]
+
+
+# The end of a request
+
+
+def test_the_stop_of_the_last_token_counts_as_stop() -> None:
+    scheduler = scheduler_of()
+    requests = [make(i, 2, max_new_tokens=1) for i in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    finished = scheduler.commit(scheduler.schedule(), {0: [5], 1: [6]}, stopped={1})
+    assert finished == requests
+    assert [r.finish_reason for r in requests] == ["length", "stop"]
+    assert [r.generated_token_ids for r in requests] == [[5], [6]]
+    assert scheduler.statistics.finished == {"stop": 1, "length": 1, "error": 0}
+    assert not scheduler.has_work and scheduler.num_free_pages == (100,)
+
+
+@pytest.mark.parametrize(("sizes", "total"), [({"max_context": 9}, 9), ({"num_pages": 4}, 12)])
+def test_a_full_context_or_pool_ends_with_length(sizes: dict[str, int], total: int) -> None:
+    scheduler = scheduler_of(**sizes)
+    request = make(0, 5)
+    scheduler.add(request)
+    while scheduler.has_work:
+        step(scheduler)
+    assert request.finish_reason == "length"
+    assert request.num_tokens == total
+
+
+def test_abort_works_waiting_running_and_between_schedule_and_commit() -> None:
+    scheduler = scheduler_of(max_sequences=2)
+    requests = [make(i, 3) for i in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    plan = scheduler.schedule()
+    assert scheduler.abort(0, "caller left") is requests[0]
+    assert scheduler.abort(3) is requests[3]
+    scheduler.commit(plan, {1: [8]})
+    assert requests[0].finish_reason == "error" and requests[0].error == "caller left"
+    assert requests[0].num_generated == 0 and requests[1].num_generated == 1
+    assert step(scheduler) == [[(1, 1, True), (2, 3, True)]]
+    assert scheduler.abort(0) is None and scheduler.abort(77) is None
+    with pytest.raises(RuntimeError, match="request 0 neither runs nor waits"):
+        scheduler.finish(requests[0], "stop")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("pages", [1]), ("num_computed", 9), ("rank", 1), ("arrival", 5)]
+)
+def test_check_notices_books_that_do_not_add_up(attribute: str, value: Any) -> None:
+    scheduler = scheduler_of(num_ranks=2, max_tokens=32)
+    requests = [make(i, 8) for i in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler)
+    setattr(requests[0], attribute, value)
+    with pytest.raises(RuntimeError):
+        scheduler.check()
+
+
+# A step ahead
+
+
+def test_the_next_step_is_planned_while_the_tokens_are_not_known() -> None:
+    scheduler = scheduler_of(max_tokens=8)
+    requests = [make(i, prompt, new) for i, (prompt, new) in enumerate([(3, 9), (2, 1), (7, 9)])]
+    for request in requests:
+        scheduler.add(request)
+    first = scheduler.schedule()
+    assert shape(first) == [[(0, 3, True), (1, 2, True), (2, 3, False)]]
+    scheduler.advance(first)
+    scheduler.check()
+    # Request 1 has the one token that it asked for: no row, no pages, and yet to be told.
+    assert requests[1].pages == [] and not requests[1].is_finished and scheduler.has_work
+    second = scheduler.schedule()
+    assert shape(second) == [[(0, 1, True), (2, 4, True)]]
+    assert [r.num_generated for r in requests] == [1, 1, 0]
+    assert scheduler.commit(first, {0: [5], 1: [6]}) == [requests[1]]
+    assert [r.generated_token_ids for r in requests] == [[5], [6], []]
+    assert requests[1].finish_reason == "length"
+    scheduler.advance(second)
+    third = scheduler.schedule()
+    assert scheduler.commit(second, {0: [7], 2: [8]}, stopped={0}) == [requests[0]]
+    scheduler.check()
+    assert scheduler.commit(third, {2: [9]}) == []  # the row of request 0 is dead
+    assert [r.generated_token_ids for r in requests] == [[5, 7], [6], [8, 9]]
+    assert scheduler.statistics.generated_tokens == 5 and scheduler.statistics.steps == 3
+
+
+def test_an_abort_takes_back_the_token_that_is_not_known() -> None:
+    scheduler = scheduler_of()
+    requests = [make(0, 3), make(1, 3, max_new_tokens=1), make(2, 3)]
+    for request in requests:
+        scheduler.add(request)
+    plan = scheduler.schedule()
+    scheduler.advance(plan)
+    following = scheduler.schedule()
+    scheduler.abort(0)
+    scheduler.abort(1)
+    scheduler.check()
+    assert scheduler.commit(plan, {2: [4]}) == []
+    assert not following.is_dead
+    scheduler.abort(2)
+    assert following.is_dead
+    scheduler.discard(following)
+    assert [r.generated_token_ids for r in requests] == [[], [], [4]]
+    assert not scheduler.has_work and scheduler.num_free_pages == (100,)
+
+
+def test_one_step_ahead_and_no_further() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make(0, 3))
+    first = scheduler.schedule()
+    scheduler.advance(first)
+    second = scheduler.schedule()
+    for call in (scheduler.advance, lambda plan: scheduler.commit(plan, {0: [1]})):
+        with pytest.raises(RuntimeError, match="advanced before was not committed"):
+            call(second)
+    scheduler.reset()
+    assert not scheduler.has_work
+    scheduler.add(make(0, 3))
+    assert step(scheduler) == [[(0, 3, True)]]
+
+
+def test_what_must_preempt_is_not_planned_ahead() -> None:
+    scheduler = scheduler_of(num_pages=5)
+    scheduler.add(make(0, 4))
+    scheduler.add(make(1, 3))
+    while not scheduler.must_preempt:
+        plan = scheduler.schedule()
+        scheduler.advance(plan)
+        if scheduler.must_preempt:
+            with pytest.raises(RuntimeError, match="must preempt is not planned"):
+                scheduler.schedule()
+        scheduler.commit(plan, {s.request.request_id: [7] for s in plan.sequences if s.samples})
+    assert scheduler.statistics.preemptions == 0
+    step(scheduler)
+    assert scheduler.statistics.preemptions == 1
+
+
+# Drafts
+
+
+def drafts(plan: StepPlan) -> list[list[tuple[int, ...]]]:
+    return [[s.drafts for s in rank] for rank in plan.ranks]
+
+
+def decoding(*requests: Request, **sizes: int) -> Scheduler:
+    """All requests with their prompts computed."""
+    scheduler = scheduler_of(**sizes)
+    for request in requests:
+        scheduler.add(request)
+    while any(request.is_prefill for request in requests):
+        step(scheduler)
+    return scheduler
+
+
+def test_drafts_are_accepted_as_far_as_they_are_what_was_sampled() -> None:
+    requests = [make(0, 3), make(1, 3)]
+    scheduler = decoding(*requests)
+    plan = scheduler.schedule(lambda request: [5, 6, 7] if request.request_id == 0 else [])
+    assert shape(plan) == [[(0, 4, True), (1, 1, True)]]
+    assert plan.sequences[0].token_ids == [7, 5, 6, 7]
+    assert plan.sequences[0].accept([5, 6, 8, 9]) == [5, 6, 8]
+    assert plan.sequences[0].accept([5, 6, 7, 9]) == [5, 6, 7, 9]
+    assert plan.sequences[0].accept([4, 6, 7, 9]) == [4]
+    with pytest.raises(ValueError, match="expected some of its drafts"):
+        scheduler.commit(plan, {0: [5, 7, 1], 1: [3]})
+    scheduler.commit(plan, {0: [5, 6, 8], 1: [3]})
+    assert [r.generated_token_ids for r in requests] == [[7, 5, 6, 8], [7, 3]]
+    assert [r.num_uncomputed for r in requests] == [1, 1]
+    assert scheduler.statistics.generated_tokens == 6
+
+
+def test_drafts_take_what_budget_room_and_pages_leave() -> None:
+    many = [9] * 50
+    old, young = make(0, 3), make(1, 3, max_new_tokens=4)
+    scheduler = decoding(old, young, max_tokens=10)
+    plan = scheduler.schedule(lambda request: many)
+    assert [len(s.drafts) for s in plan.sequences] == [8, 0]  # 10 tokens, 2 of them due anyway
+    scheduler.discard(plan)
+    assert scheduler.num_free_pages == (98,) and len(old.pages) == 1
+    # Four tokens, of which one is there: two drafts and the one after them.
+    plan = scheduler.schedule(lambda request: many if request is young else [])
+    assert drafts(plan) == [[(), (9, 9)]]
+    scheduler.commit(plan, {0: [1], 1: [9, 9, 9]})
+    assert young.finish_reason == "length" and young.num_generated == 4
+    few = decoding(make(2, 9), make(3, 1), num_pages=6, max_tokens=30)
+    assert few.num_free_pages == (1,)
+    plan = few.schedule(lambda request: many)
+    # 10 and 2 tokens in 3 pages and 1: the one left goes to the first.
+    assert [len(s.drafts) for s in plan.sequences] == [6, 2]
+    few.commit(plan, {2: [1], 3: [1]})
+    assert few.num_free_pages == (1,)
+    full = decoding(make(4, 7), max_context=9)
+    assert drafts(full.schedule(lambda request: many)) == [[()]]
+
+
+def test_no_drafts_beside_a_prompt_and_none_ahead() -> None:
+    scheduler = decoding(make(0, 3))
+    scheduler.add(make(1, 3))
+    plan = scheduler.schedule(lambda request: [1, 2])
+    assert shape(plan) == [[(0, 1, True), (1, 3, True)]]
+    scheduler.advance(plan)
+    with pytest.raises(RuntimeError, match="with drafts no step is planned before"):
+        scheduler.schedule(lambda request: [1, 2])
+    scheduler.commit(plan, {0: [1], 1: [1]})
+    plan = scheduler.schedule(lambda request: [1, 2])
+    assert plan.num_drafts == 4
+    scheduler.advance(plan)
+    with pytest.raises(RuntimeError, match="with drafts no step is planned before"):
+        scheduler.schedule()
+    scheduler.commit(plan, {0: [1, 2, 3], 1: [4]})
+    scheduler.check()
+
+
+# Whole runs
+
+
+@dataclass(frozen=True)
+class Workload:
+    sizes: dict[str, int]
+    requests: list[tuple[int, int, int]]  # step of arrival, prompt tokens, max_new_tokens
+    aborts: list[tuple[int, int]]  # step, request id
+    failures: frozenset[int]  # steps whose plan is discarded
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    rows = draw(st.integers(1, 4))
+    page_size, num_pages = draw(st.integers(1, 4)), draw(st.integers(3, 12))
+    context = draw(st.integers(2, 40))
+    longest = min(context, (num_pages - 1) * page_size) - 1
+    arrivals = draw(st.lists(st.integers(0, 12), min_size=1, max_size=12))
+    lengths = st.integers(1, longest)
+    return Workload(
+        sizes={
+            "num_ranks": draw(st.integers(1, 3)),
+            "num_pages": num_pages,
+            "page_size": page_size,
+            "max_sequences": rows,
+            "max_tokens": rows + draw(st.integers(0, 8)),
+            "max_context": context,
+        },
+        requests=[(at, draw(lengths), draw(st.integers(1, 25))) for at in sorted(arrivals)],
+        aborts=draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 11)), max_size=2)),
+        failures=frozenset(draw(st.lists(st.integers(0, 30), max_size=2))),
+    )
+
+
+def is_end(token: int) -> bool:
+    return token % 29 == 0
+
+
+def expected_tokens(request: Request, limit: int) -> tuple[list[int], str]:
+    tokens = list(request.prompt_token_ids)
+    while True:
+        tokens.append(next_token(tokens))
+        if is_end(tokens[-1]):
+            return tokens, "stop"
+        generated = len(tokens) - len(request.prompt_token_ids)
+        if generated == request.params.max_new_tokens or len(tokens) == limit:
+            return tokens, "length"
+
+
+def check_plan(plan: StepPlan, sizes: dict[str, int], decoding: list[Request]) -> None:
+    assert max(plan.num_tokens) <= sizes["max_tokens"]
+    for index, sequences in enumerate(plan.ranks):
+        assert len(sequences) <= sizes["max_sequences"]
+        kinds = [s.request.is_prefill for s in sequences]
+        assert kinds == sorted(kinds)
+        for s in sequences:
+            known, room = s.request.num_uncomputed, len(s.request.pages) * sizes["page_size"]
+            given = s.num_tokens - len(s.drafts)
+            assert 1 <= given <= known and s.samples == (given == known)
+            assert s.request.num_computed + s.num_tokens <= room and s.request.rank == index
+    planned = [s.request for s in plan.sequences]
+    assert len(set(planned)) == len(planned)
+    for request in decoding:  # none waits for a prefill: it is in, or it lost its pages
+        assert request in planned or request.num_computed == 0
+
+
+def guess(request: Request) -> list[int]:
+    """Drafts that are right up to some place, of a number that changes."""
+    rng = random.Random(repr(request.token_ids))
+    ids, count, right = list(request.token_ids), rng.randrange(5), rng.randrange(5)
+    for _ in range(right):
+        ids.append(next_token(ids))
+    return [*ids[request.num_tokens :], *[1] * 5][:count]
+
+
+def simulate_drafts(load: Workload) -> tuple[Scheduler, list[Request]]:
+    """Decodes verify drafts, right and wrong ones."""
+    return simulate(load, guess)
+
+
+def simulate(load: Workload, propose: Propose | None = None) -> tuple[Scheduler, list[Request]]:
+    sizes = load.sizes
+    scheduler = Scheduler(**sizes)
+    model = Model(sizes["num_ranks"], sizes["num_pages"], sizes["page_size"])
+    requests = [make(i, prompt, new) for i, (_, prompt, new) in enumerate(load.requests)]
+    admitted: set[int] = set()
+    now = 0
+    while scheduler.has_work or now <= load.requests[-1][0]:
+        for request, (at, _, _) in zip(requests, load.requests, strict=True):
+            if at == now:
+                scheduler.add(request)
+        for at, request_id in load.aborts:
+            if at == now:
+                scheduler.abort(request_id)
+        decoding = [r for r in requests if r.rank is not None and not r.is_prefill]
+        plan = scheduler.schedule(propose)
+        scheduler.check()
+        check_plan(plan, sizes, decoding)
+        planned = {s.request.request_id for s in plan.sequences}
+        unfinished = [r.request_id for r in requests if r.arrival is not None and not r.is_finished]
+        assert not unfinished or unfinished[0] in planned, "the oldest request must advance"
+        admitted |= planned
+        skipped = [i for i in range(max(admitted, default=0)) if i not in admitted]
+        assert all(requests[i].is_finished for i in skipped), "admission out of order"
+        if now in load.failures:
+            scheduler.discard(plan)
+        else:
+            tokens = model.run(plan)
+            stopped = {i for i, new in tokens.items() if is_end(new[-1])}
+            before = scheduler.num_running
+            finished = scheduler.commit(plan, tokens, stopped)
+            assert scheduler.num_running == before - len(finished)
+        scheduler.check()
+        now += 1
+        assert now < 5000
+    return scheduler, requests
+
+
+def simulate_ahead(load: Workload) -> tuple[Scheduler, list[Request]]:
+    """Each step is run before the tokens of the one before are committed, unless it preempts."""
+    sizes = load.sizes
+    scheduler = Scheduler(**sizes)
+    model = Model(sizes["num_ranks"], sizes["num_pages"], sizes["page_size"])
+    requests = [make(i, prompt, new) for i, (_, prompt, new) in enumerate(load.requests)]
+
+    def dispatch(before: Dispatched | None = None) -> Dispatched | None:
+        decoding = [r for r in requests if r.rank is not None and not r.is_prefill]
+        plan = scheduler.schedule()
+        scheduler.check()
+        check_plan(plan, sizes, decoding)
+        if plan.sequences:
+            return Dispatched(plan, model.run(plan, before))
+        scheduler.discard(plan)
+        return None
+
+    now, step = 0, None
+    while scheduler.has_work or now <= load.requests[-1][0]:
+        for request, (at, _, _) in zip(requests, load.requests, strict=True):
+            if at == now:
+                scheduler.add(request)
+        for at, request_id in load.aborts:
+            if at == now:
+                scheduler.abort(request_id)
+        step, following = step or dispatch(), None
+        if step is not None:
+            scheduler.advance(step.plan)
+            scheduler.check()
+            if not scheduler.must_preempt:
+                following = dispatch(step)
+            live = {s.request.request_id for s in step.plan.sequences if not s.request.is_finished}
+            tokens = {i: token for i, token in step.tokens.items() if i in live}
+            scheduler.commit(step.plan, tokens, {i for i in tokens if is_end(tokens[i][-1])})
+            scheduler.check()
+        if following is not None and (following.plan.is_dead or now in load.failures):
+            scheduler.discard(following.plan)
+            following = None
+        step = following
+        now += 1
+        assert now < 5000
+    return scheduler, requests
+
+
+@settings(max_examples=300, deadline=None)
+@given(workloads(), st.sampled_from([simulate, simulate_ahead, simulate_drafts]))
+def test_every_request_finishes_with_exactly_its_tokens(load: Workload, run: Any) -> None:
+    scheduler, requests = run(load)
+    sizes = load.sizes
+    limit = min(sizes["max_context"], (sizes["num_pages"] - 1) * sizes["page_size"])
+    for request in requests:
+        tokens, reason = expected_tokens(request, limit)
+        if request.finish_reason == "error":
+            assert request.request_id in {i for _, i in load.aborts}
+            assert request.token_ids == tokens[: request.num_tokens]
+        else:
+            assert (request.token_ids, request.finish_reason) == (tokens, reason)
+        assert request.rank is None and request.pages == []
+    assert scheduler.num_free_pages == (sizes["num_pages"] - 1,) * sizes["num_ranks"]
+    statistics = scheduler.statistics
+    assert statistics.generated_tokens == sum(r.num_generated for r in requests)
+    assert statistics.preemptions == sum(r.num_preemptions for r in requests)
+    assert sum(statistics.finished.values()) == len(requests)
+
+
+@pytest.mark.parametrize("run", [simulate, simulate_ahead, simulate_drafts])
+def test_a_crowded_pool_preempts_and_still_serves_all(run: Any) -> None:
+    sizes = {"num_ranks": 2, "num_pages": 9, "page_size": 2, "max_sequences": 4}
+    sizes |= {"max_tokens": 6, "max_context": 16}
+    load = Workload(sizes, [(i % 3, 1 + i % 5, 15) for i in range(3)] * 8, [], frozenset())
+    load = Workload(sizes, sorted(load.requests), [], frozenset())
+    scheduler, requests = run(load)
+    assert scheduler.statistics.preemptions > 5
+    assert all(r.token_ids == expected_tokens(r, 16)[0] for r in requests)

@@ -1,0 +1,120 @@
+"""Two processes of two devices each, started as a person would start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tbo_jax.parallel.processes import connect
+from tests.golden_cases import Golden, with_tokenizer
+
+DECODE = Path(__file__).parents[2] / "examples" / "decode.py"
+GOLDEN = Golden("qwen3_moe")
+PROMPTS = [" ".join(f"w{t}" for t in prompt) for prompt in GOLDEN.prompts]
+BOUND = 120  # seconds in which a process ends when the other one is dead
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_tokenizer("qwen3_moe", tmp_path_factory.mktemp("model"))
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+class Pair:
+    """Both processes of one command, the first to take requests first."""
+
+    def __init__(self, *words: object, first: tuple[object, ...] = ()):
+        together = ("--coordinator", f"localhost:{free_port()}", "--num-processes", 2, *words)
+        environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "USE_TBO": "1"}
+        environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # as in conftest.py
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(DECODE), *map(str, (*together, "--process-id", i, *own))],
+                env=environ,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for i, own in enumerate((first, ()))
+        ]
+
+    def __enter__(self) -> list[subprocess.Popen[bytes]]:
+        return self.processes
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def test_tokens_are_those_of_one_process(folder: Path) -> None:
+    """Requests are entered on the first; both compute them."""
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    options = ("--model", folder, "--max-new-tokens", 8, "--page-size", 4, "--json", "--quiet")
+    with Pair(*options, first=tuple(prompts)) as (first, second):
+        out, err = first.communicate(timeout=240)
+        other, _ = second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), err.decode()
+    rows = [json.loads(line) for line in out.splitlines() if line.startswith(b"{")]
+    assert [row["token_ids"] for row in rows[:-1]] == [g[:8] for g in GOLDEN.greedy]
+    stats = rows[-1]["stats"]
+    assert stats["devices"] == 4 and stats["steps_split"] and stats["link_bytes"]
+    assert b'"prompt"' not in other
+
+
+@pytest.mark.parametrize(
+    ("first", "error"),
+    [
+        (("--prompt", "w1", "--speculate", 2), b"speculate is 0 here, 2 there"),
+        ((), b"nothing to decode"),
+    ],
+)
+def test_what_is_wrong_is_said_by_all(
+    folder: Path, first: tuple[object, ...], error: bytes
+) -> None:
+    """Options that differ, and a first process without requests: nobody waits for ever."""
+    with Pair("--model", folder, "--quiet", first=first) as processes:
+        said = [process.communicate(timeout=BOUND)[1] for process in processes]
+        assert [process.returncode for process in processes] == [2, 2], said
+        assert error in said[1]
+
+
+@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.slow)])
+def survivor(request: pytest.FixtureRequest) -> Iterator[int]:
+    yield request.param
+
+
+def test_when_one_is_killed_the_other_ends(folder: Path, survivor: int) -> None:
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    options = ("--model", folder, "--max-new-tokens", 90, "--page-size", 4)
+    with Pair(*options, "--quiet", first=tuple(prompts)) as processes:
+        stdout = processes[0].stdout
+        assert stdout is not None and stdout.read(1)  # they are generating
+        processes[1 - survivor].kill()
+        processes[survivor].communicate(timeout=BOUND)
+        assert processes[survivor].returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("address", "options", "error"),
+    [
+        ("auto", {"num_processes": 2}, "counted by the cluster"),
+        ("nonsense", {"num_processes": 2, "process_id": 0}, "'nonsense': expected HOST:PORT"),
+        ("localhost:1", {"num_processes": 2}, "num_processes is 2 and process_id None"),
+        ("localhost:1", {"num_processes": 2, "process_id": 2}, "from 0 to num_processes - 1"),
+    ],
+)
+def test_what_cannot_be_connected(address: str, options: dict[str, int], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        connect(address, **options)

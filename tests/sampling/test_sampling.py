@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tbo_jax.sampling.params
+from tbo_jax.sampling.draw import SamplingInputs, greedy, kept_tokens, sample
+from tbo_jax.sampling.params import MAX_SEED, SamplingParams
+
+jit_sample = jax.jit(sample)
+jit_kept = jax.jit(kept_tokens)
+
+
+def inputs_of(rows: list[SamplingParams], step: int = 0) -> SamplingInputs:
+    seeds = [0 if params.seed is None else params.seed for params in rows]
+    return SamplingInputs.from_rows(rows, seeds, [step] * len(rows), len(rows))
+
+
+def reference_kept(
+    row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> np.ndarray:
+    """The kept set by sorting, in float64; tokens that tie with the last one kept stay."""
+    scaled = row.astype(np.float64) / temperature
+    weight = np.exp(scaled - scaled.max())
+    keep = np.ones(len(row), bool)
+    if top_k and top_k < len(row):
+        keep &= scaled >= np.sort(scaled)[-top_k]
+    if top_p < 1:
+        order = np.sort(scaled[keep])[::-1]
+        mass = np.cumsum(np.exp(order - order[0])) / weight[keep].sum()
+        keep &= scaled >= order[np.searchsorted(mass, top_p)]
+    likely: np.ndarray = keep & (weight >= min_p)
+    return likely
+
+
+# Parameters
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("max_new_tokens", v) for v in (0, -1, 1.0, True, "3", None, float("nan"))],
+        *[("temperature", v) for v in (-0.1, float("nan"), float("inf"), True, "1", None, 10**400)],
+        *[("top_k", v) for v in (-1, 2.0, False, "5", None)],
+        *[("top_p", v) for v in (0, 0.0, 1.01, -0.5, float("nan"), True, "0.9", None)],
+        *[("min_p", v) for v in (-0.01, 1.5, float("nan"), True, "0", None)],
+        *[("seed", v) for v in (-1, 2**63, 1.0, True, "7")],
+        *[("stop", v) for v in ("", ("a", ""), ["a", 1], 5, None, {"a"}, b"a")],
+        *[("ignore_eos", v) for v in (0, 1, "yes", None)],
+    ],
+)
+def test_bad_parameter_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"SamplingParams\.{field} is .*; expected ") as error:
+        SamplingParams(**{field: value})
+    assert repr(value) in str(error.value)
+
+
+def test_parameters_are_normalised() -> None:
+    loose: dict[str, Any] = {"stop": "end", "top_k": np.int64(3), "min_p": np.float32(0.5)}
+    params = SamplingParams(temperature=1, seed=MAX_SEED, **loose)
+    assert params.stop == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert type(params.temperature) is float and type(params.top_k) is int
+    assert hash(params) == hash(SamplingParams(**{f: getattr(params, f) for f in params.__slots__}))
+    assert SamplingParams().is_greedy and not params.is_greedy
+
+
+def test_parameters_do_not_import_jax() -> None:
+    # Under an empty stand-in for the package, whose own __init__ may import more.
+    folder = str(Path(tbo_jax.sampling.params.__file__).parent)
+    code = f"""
+import sys, types
+package = sys.modules["tbo_jax"] = types.ModuleType("tbo_jax")
+package.__path__ = [{folder!r}]
+import tbo_jax.sampling.params
+sys.exit("jax" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_rows_are_padded_with_greedy_ones() -> None:
+    params = SamplingParams(temperature=0.5, top_k=2**40, top_p=0.9, min_p=0.1)
+    inputs = SamplingInputs.from_rows([params], [2**33 + 5], [7], 3)
+    assert inputs.seed.tolist() == [[2, 5], [0, 0], [0, 0]]
+    assert inputs.temperature.tolist() == [0.5, 0, 0]
+    assert inputs.top_k.tolist() == [2**31 - 1, 0, 0]
+    assert inputs.step.tolist() == [7, 0, 0]
+    assert [a.dtype.name for a in jax.tree.leaves(inputs)] == [
+        "float32", "int32", "float32", "float32", "uint32", "int32"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="1 params, 1 seeds and 1 steps for 0 rows"):
+        SamplingInputs.from_rows([params], [1], [0], 0)
+
+
+# Which tokens are left to draw from
+
+VOCABULARY = 40
+# Subnormal numbers may be flushed to zero, which ties them.
+logit = st.floats(-30, 30, width=32, allow_subnormal=False)
+logit |= st.sampled_from([0.0, -0.0, 1.0, 2.0, -1e30, 1e-30, -np.inf])
+rows_of_logits = st.lists(logit, min_size=1, max_size=VOCABULARY).filter(
+    lambda row: max(row) > -np.inf
+)
+filters = st.tuples(
+    st.sampled_from([0.25, 0.5, 1.0, 2.0]),
+    st.integers(0, VOCABULARY + 5),
+    st.just(1.0) | st.floats(2**-10, 1, width=32),
+    st.just(0.0) | st.floats(0, 1, width=32, allow_subnormal=False),
+)
+
+
+def check_kept(
+    row: np.ndarray, setting: tuple[float, int, float, float], kept: np.ndarray, slack: float
+) -> int:
+    """Assert that kept is the reference's set; the number of tokens too near a limit to say."""
+    t, k, p, m = setting
+    few = reference_kept(row, t, k, p * (1 - slack), m * (1 + slack))
+    many = reference_kept(row, t, k, p if p == 1 else p * (1 + slack), m * (1 - slack))
+    assert np.all(few <= kept) and np.all(kept <= many), (row, setting)
+    return int(many.sum() - few.sum())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(rows_of_logits, filters), min_size=2, max_size=2))
+def test_kept_set_equals_the_sorted_reference(
+    cases: list[tuple[list[float], tuple[float, int, float, float]]],
+) -> None:
+    logits = np.full((len(cases), VOCABULARY), -np.inf, np.float32)
+    for row, (values, _) in zip(logits, cases, strict=True):
+        row[: len(values)] = values
+    kept = jit_kept(logits, inputs_of([SamplingParams(1, *setting) for _, setting in cases]))
+    for row, (_, setting), got in zip(logits, cases, np.asarray(kept), strict=True):
+        check_kept(row, setting, got, 1e-6)
+
+
+def test_kept_set_of_a_large_vocabulary() -> None:
+    logits = np.random.default_rng(3).normal(size=(6, 50_001)).astype(np.float32)
+    logits *= np.array([[8.0], [8.0], [1.0], [1.0], [0.01], [0.01]], np.float32)
+    cases = [
+        *((1.0, 50, 1.0, 0.0), (2.0, 0, 0.999, 0.0), (0.5, 700, 0.5, 0.0)),
+        *((1.0, 0, 0.9, 1e-3), (1.0, 0, 0.3, 0.0), (1.0, 49_000, 0.99, 0.0)),
+    ]
+    kept = jit_kept(logits, inputs_of([SamplingParams(1, *case) for case in cases]))
+    for row, case, got in zip(logits, cases, np.asarray(kept), strict=True):
+        assert check_kept(row, case, got, 1e-6) < 30
+
+
+def test_ties_with_the_last_kept_token_are_kept() -> None:
+    logits = jnp.array([[3.0, 2.0, 2.0, 2.0, 1.0]] * 2)
+    kept = jit_kept(logits, inputs_of([SamplingParams(1, 1.0, 2), SamplingParams(1, 1.0, 0, 0.6)]))
+    assert kept.tolist() == [[True, True, True, True, False]] * 2
+
+
+def test_top_p_acts_on_what_top_k_left() -> None:
+    logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
+    # The best token has 0.4 of all the mass, and 0.57 of the best two's.
+    alone = jit_kept(logits, inputs_of([SamplingParams(1, 1.0, 0, 0.55)]))
+    after = jit_kept(logits, inputs_of([SamplingParams(1, 1.0, 2, 0.55)]))
+    assert alone.tolist() == [[True, True, False, False]]
+    assert after.tolist() == [[True, False, False, False]]
+
+
+def test_temperature_comes_before_the_filters() -> None:
+    logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 2))
+    rows = [SamplingParams(1, 1.0, 0, 0.55), SamplingParams(1, 4.0, 0, 0.55)]
+    assert jit_kept(logits, inputs_of(rows)).sum(axis=1).tolist() == [1, 2]
+
+
+# Drawing
+
+
+def test_greedy_takes_the_first_of_the_best_and_ignores_filters() -> None:
+    logits = jnp.array([[0.0, 5.0, 5.0, 1.0]] * 3, jnp.bfloat16)
+    rows = [SamplingParams(1), SamplingParams(1, 0.0, 1, 0.1, 1.0), SamplingParams(1, 1e-42)]
+    assert jit_sample(logits, inputs_of(rows)).tolist() == [1, 1, 1]
+    assert greedy(logits).tolist() == [1, 1, 1]
+    assert greedy(logits).dtype == jit_sample(logits, inputs_of(rows)).dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    "filter_", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-300}, {"min_p": 1.0}]
+)
+def test_a_filter_that_leaves_one_token_is_greedy(filter_: dict[str, Any]) -> None:
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(64, 97)), jnp.float32)
+    rows = [SamplingParams(temperature=1.5, seed=i, **filter_) for i in range(64)]
+    assert jit_sample(logits, inputs_of(rows)).tolist() == greedy(logits).tolist()
+
+
+def test_greedy_and_drawn_rows_mix() -> None:
+    logits = jnp.zeros((64, 50)).at[:, 7].set(0.5)
+    rows = [SamplingParams(temperature=float(i % 2), seed=i) for i in range(64)]
+    tokens = np.asarray(jit_sample(logits, inputs_of(rows)))
+    assert (tokens[::2] == 7).all()
+    assert len(set(tokens[1::2].tolist())) > 10
+
+
+@pytest.mark.parametrize("temperature", [1e-37, 1e-3, 1.0, 1e38])
+def test_extreme_logits_give_a_token_that_is_allowed(temperature: float) -> None:
+    lowest, highest = np.finfo(np.float32).min, np.finfo(np.float32).max
+    logits = np.full((3, 40), -np.inf, np.float32)
+    logits[0, 5] = lowest
+    logits[1, [3, 9]] = highest
+    logits[2, :3] = np.array([highest, lowest, 1e-40], np.float32)
+    limits = ((0, 1.0), (3, 0.9), (60, 1.0))
+    rows = [SamplingParams(1, temperature, k, p, seed=k) for k, p in limits]
+    for step in range(20):
+        tokens = jit_sample(logits, inputs_of(rows, step)).tolist()
+        assert tokens[0] == 5 and tokens[1] in (3, 9)
+        assert tokens[2] in ((0, 1, 2) if temperature > 1 else (0,))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=2.0, top_k=4),
+        SamplingParams(temperature=0.7, top_p=0.8),
+        SamplingParams(temperature=1.0, min_p=0.2),
+    ],
+)
+@pytest.mark.parametrize("vary", ["seed", "step"])
+def test_draws_follow_the_distribution(params: SamplingParams, vary: str) -> None:
+    draws = 20_000
+    row = np.array([1.0, 0.2, -0.5, 2.0, -3.0, 1.5, 0.0, -1.0], np.float32)
+    keep = reference_kept(row, params.temperature, params.top_k, params.top_p, params.min_p)
+    weight = np.where(keep, np.exp(row.astype(np.float64) / params.temperature), 0)
+    numbers, fixed = list(range(draws)), [11] * draws
+    seeds, steps = (numbers, fixed) if vary == "seed" else (fixed, numbers)
+    inputs = SamplingInputs.from_rows([params] * draws, seeds, steps, draws)
+    tokens = np.asarray(jit_sample(np.tile(row, (draws, 1)), inputs))
+    counts = np.bincount(tokens, minlength=len(row))
+    expected = draws * weight / weight.sum()
+    assert (counts[~keep] == 0).all()
+    chi_square = ((counts - expected)[keep] ** 2 / expected[keep]).sum()
+    assert chi_square < 27  # 7 or fewer degrees of freedom: exceeded once in 2,700 by chance
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, MAX_SEED), st.integers(0, 5000), st.sampled_from([1, 3, 8]), st.data())
+def test_a_row_draws_the_same_token_in_any_batch(
+    seed: int, step: int, size: int, data: st.DataObject
+) -> None:
+    place = data.draw(st.integers(0, size - 1))
+    rng = np.random.default_rng(seed % 1000)
+    logits = rng.normal(size=(size, 1003)).astype(np.float32) * 2
+    params = SamplingParams(temperature=0.9, top_k=200, top_p=0.95, min_p=0.01)
+    others = [SamplingParams(1), SamplingParams(1, 1.0), SamplingParams(1, 1.0, 3)]
+    rows = [others[i % 3] for i in range(size)]
+    rows[place] = params
+    seeds, steps = list(range(size)), [0] * size
+    seeds[place], steps[place] = seed, step
+    batch = jit_sample(logits, SamplingInputs.from_rows(rows, seeds, steps, size))
+    inputs = SamplingInputs.from_rows([params], [seed], [step], 1)
+    alone = jit_sample(logits[place : place + 1], inputs)
+    assert batch[place] == alone[0]
+
+
+def test_kept_set_is_the_same_bit_for_bit_in_any_batch() -> None:
+    # So flat a distribution puts the limits of top-p within the rounding of a float32 sum.
+    logits = np.random.default_rng(1).normal(size=(16, 30_000)).astype(np.float32) * 0.01
+    rows = [SamplingParams(temperature=1.0, top_p=0.5 + i / 64) for i in range(16)]
+    whole = np.asarray(jit_kept(logits, inputs_of(rows)))
+    for start, size in ((0, 1), (15, 1), (3, 7)):
+        part = jit_kept(logits[start : start + size], inputs_of(rows[start : start + size]))
+        assert np.array_equal(part, whole[start : start + size])
+
+
+def test_seed_words_and_step_all_matter() -> None:
+    logits = jnp.zeros((4, 10_000))
+    params = [SamplingParams(temperature=1.0)] * 4
+    inputs = SamplingInputs.from_rows(params, [1, 2, 1 + 2**32, 1], [0, 0, 0, 1], 4)
+    assert len(set(jit_sample(logits, inputs).tolist())) == 4
+
+
+def test_one_program_serves_every_setting() -> None:
+    traces = 0
+
+    @jax.jit
+    def counted(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
+        nonlocal traces
+        traces += 1
+        return sample(logits, inputs)
+
+    logits = jnp.zeros((2, 16))
+    for setting in ((0.0,), (1.0, 5), (2.0, 0, 0.5, 0.1)):
+        counted(logits, inputs_of([SamplingParams(1, *setting), SamplingParams()]))
+    assert traces == 1

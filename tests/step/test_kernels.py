@@ -1,0 +1,183 @@
+"""Which kernels a model gets on which device."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tbo_jax.attention import gpu_paged, paged, tpu_paged
+from tbo_jax.layers.config import DecoderConfig
+from tbo_jax.moe import experts, gpu_experts, tpu_experts
+from tbo_jax.schedule.model_step import read_shape
+from tbo_jax.step.kernels import Kernels, choose_kernels
+
+SPARSE = read_shape("qwen3-30b-a3b", 1)
+GROUP = SPARSE.num_heads // SPARSE.num_kv_heads
+ON_GPU = Kernels(
+    attention=gpu_paged.paged_attention,
+    experts=gpu_experts.apply_experts,
+    prefill_query_block=gpu_paged.query_block(GROUP),
+)
+
+
+def device(platform: str, **attributes: Any) -> Any:
+    return SimpleNamespace(platform=platform, **attributes)
+
+
+def with_shape(**sizes: Any) -> DecoderConfig:
+    return dataclasses.replace(SPARSE, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("on", "expected"),
+    [
+        (device("gpu", compute_capability="9.0"), ON_GPU),
+        (device("gpu", compute_capability="8.0"), ON_GPU),
+        (device("gpu", compute_capability="12.0"), ON_GPU),
+        (device("cuda"), ON_GPU),  # described, not there
+        (device("gpu", compute_capability="7.5"), Kernels()),
+        (device("gpu", compute_capability="gfx942"), Kernels()),
+        (device("rocm"), Kernels()),
+    ],
+    ids=["Hopper", "Ampere", "Blackwell", "described", "Turing", "ROCm as gpu", "ROCm"],
+)
+def test_by_device(on: Any, expected: Kernels) -> None:
+    assert choose_kernels(on, SPARSE) == expected
+
+
+def test_on_cpu_all_is_plain_xla() -> None:
+    chosen = choose_kernels(jax.devices()[0], SPARSE)
+    assert chosen == Kernels(
+        attention=paged.paged_attention,
+        experts=experts.apply_experts,
+        prefill_query_block=paged.QUERY_BLOCK,
+    )
+
+
+def test_the_query_block_fills_the_rows_of_a_program() -> None:
+    for group, expected in ((1, 64), (3, 16), (8, 8), (64, 1)):
+        assert gpu_paged.query_block(group) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "attention", "moe", "reason"),
+    [
+        (dict(head_dim=100), "xla", "gpu", "GPU kernel for attention is not used: head size 100"),
+        (dict(expert_intermediate_size=100), "gpu", "xla", "for experts is not used: expert width"),
+        (dict(hidden_size=2000), "gpu", "xla", "for experts is not used: hidden size 2000"),
+    ],
+)
+def test_a_shape_that_a_kernel_does_not_take(
+    sizes: dict[str, int], attention: str, moe: str, reason: str, caplog: Any
+) -> None:
+    """It falls back alone, with one warning that says why."""
+    with caplog.at_level(logging.WARNING, "tbo_jax.step.kernels"):
+        found = [
+            choose_kernels(device("gpu", compute_capability="9.0"), with_shape(**sizes))
+            for _ in range(2)
+        ]
+    (record,) = caplog.records
+    assert reason in record.getMessage()
+    fallback = Kernels()
+    use = {"gpu": ON_GPU, "xla": fallback}
+    assert (
+        found
+        == [
+            dataclasses.replace(
+                fallback,
+                attention=use[attention].attention,
+                experts=use[moe].experts,
+                prefill_query_block=use[attention].prefill_query_block,
+            )
+        ]
+        * 2
+    )
+
+
+def test_a_dense_model_asks_for_no_experts(caplog: Any) -> None:
+    config = with_shape(num_experts=0, expert_intermediate_size=0, dtype=jnp.float32)
+    with caplog.at_level(logging.WARNING, "tbo_jax.step.kernels"):
+        chosen = choose_kernels(device("cuda"), config)
+    assert chosen.experts is experts.apply_experts
+    assert chosen.attention is gpu_paged.paged_attention
+    assert not caplog.records
+
+
+ON_TPU = Kernels(
+    attention=tpu_paged.paged_attention,
+    page_layout="interleaved",
+    experts=tpu_experts.apply_experts,
+    prefill_query_block=tpu_paged.query_block(GROUP),
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "attention", "moe", "reasons"),
+    [
+        ({}, ON_TPU, ON_TPU, ()),
+        (dict(head_dim=64), Kernels(), ON_TPU, ("TPU kernel for attention is not used: head",)),
+        (
+            dict(hidden_size=2000),
+            ON_TPU,
+            Kernels(),
+            ("TPU kernel for experts is not used: hidden",),
+        ),
+        (dict(dtype=jnp.float32), Kernels(), Kernels(), ("attention", "experts")),
+        (
+            dict(attention_sinks=True),
+            Kernels(),
+            ON_TPU,
+            ("TPU kernel for attention is not used: it takes no sinks",),
+        ),
+    ],
+    ids=["taken", "heads", "hidden size", "float32", "sinks"],
+)
+def test_on_tpu(
+    sizes: dict[str, Any], attention: Kernels, moe: Kernels, reasons: tuple[str, ...], caplog: Any
+) -> None:
+    with caplog.at_level(logging.WARNING, "tbo_jax.step.kernels"):
+        found = choose_kernels(device("tpu"), with_shape(**sizes))
+    assert found == dataclasses.replace(attention, experts=moe.experts)
+    assert len(caplog.records) == len(reasons)
+    for record, reason in zip(caplog.records, reasons):
+        assert reason in record.getMessage()
+
+
+LATENT = read_shape("deepseek-v3", 1)
+
+
+@pytest.mark.parametrize(
+    ("on", "sizes", "taken", "reason"),
+    [
+        (device("gpu", compute_capability="9.0"), {}, True, None),
+        (device("cuda"), {}, True, None),
+        (device("gpu", compute_capability="8.9"), {}, False, "8.9 has too little shared memory"),
+        (device("cuda"), dict(head_dim=580), False, "latent keys of 512 + 68 elements are not"),
+        (
+            device("tpu"),
+            {},
+            False,
+            "TPU kernel for attention is not used: it takes no latent pages",
+        ),
+        (device("cpu"), {}, False, None),
+    ],
+    ids=["Hopper", "described", "little memory", "head size", "TPU", "CPU"],
+)
+def test_latent_attention(
+    on: Any, sizes: dict[str, int], taken: bool, reason: str | None, caplog: Any
+) -> None:
+    """Its pages are the same everywhere, whatever reads them."""
+    with caplog.at_level(logging.WARNING, "tbo_jax.step.kernels"):
+        found = choose_kernels(on, dataclasses.replace(LATENT, **sizes))
+    assert found.page_layout == "latent"
+    assert found.attention is (gpu_paged if taken else paged).paged_attention
+    assert found.prefill_query_block == (1 if taken else paged.QUERY_BLOCK)
+    warned = [r.getMessage() for r in caplog.records]
+    assert len(warned) == (reason is not None)
+    assert reason is None or reason in warned[0]
