@@ -1,7 +1,10 @@
 """Two-batch overlap for Flax decoders, and the decode engine that proves it."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 from tbo_jax import _moved
 from tbo_jax.attention.buffers import AttentionBuffers, allocate_attention_buffers
+from tbo_jax.engine.config import EngineConfig
 from tbo_jax.engine.engine import TokenEvent
 from tbo_jax.engine.llm import LLM, Completion
 from tbo_jax.overlap.batch import ForwardBatch, SplitRule, batch_dataclass, batch_field
@@ -15,12 +18,18 @@ from tbo_jax.step.shapes import Bucket, CacheConfig
 
 _moved.install()
 
+try:
+    __version__ = version("tbo-jax")
+except PackageNotFoundError:  # run from a folder, not installed
+    __version__ = "unknown"
+
 __all__ = [
     "LLM",
     "AttentionBuffers",
     "Bucket",
     "CacheConfig",
     "Completion",
+    "EngineConfig",
     "ForwardBatch",
     "Inputs",
     "ModelRunner",
