@@ -71,7 +71,8 @@ class DenseLayer(nnx.Module):
         return self.mlp.down_proj.add_bias(hidden), fed, cache
 
     def attend_and_feed(self, hidden, received, cache, context: LayerContext):
-        return self.feed(*self.attend(hidden, received, cache, context), context)
+        hidden, attended, cache = self.attend(hidden, received, cache, context)
+        return self.feed(hidden, attended, cache, context)
 
     def merge(self, hidden, fed, context: LayerContext):
         return hidden + fed
@@ -129,7 +130,8 @@ class SparseLayer(nnx.Module):
         return None, hidden + context.exchange.unpack_results(received, slots), cache
 
     def attend_and_route(self, hidden, received, cache, context: LayerContext):
-        return self.route(*self.attend(hidden, received, cache, context), context)
+        hidden, attended, cache = self.attend(hidden, received, cache, context)
+        return self.route(hidden, attended, cache, context)
 
     def merge(self, carry, received, context: LayerContext):
         if context.tensor.size > 1:
