@@ -42,11 +42,6 @@ def gather(part, context: LayerContext):
     return context.tensor.gather(part, context.live.shape[0])
 
 
-def on_one_device(context: LayerContext) -> bool:
-    """Whether a rank is one device: nothing to add up."""
-    return context.tensor.size == 1
-
-
 def make_attention(config: DecoderConfig, rngs: nnx.Rngs) -> SelfAttention | LatentAttention:
     """The attention that the configuration asks for."""
     if config.latent is None:
@@ -55,7 +50,10 @@ def make_attention(config: DecoderConfig, rngs: nnx.Rngs) -> SelfAttention | Lat
 
 
 class DenseLayer(nnx.Module):
-    """Attention and gated feed-forward: (attend | reduce), (feed | reduce)."""
+    """Attention and gated feed-forward: (attend | reduce), (feed | reduce).
+
+    Where a rank is one device nothing is added up, and both are one stage.
+    """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.input_layernorm = rms_norm(config.hidden_size, config, rngs)
@@ -72,10 +70,19 @@ class DenseLayer(nnx.Module):
         fed = self.mlp.partial(self.post_attention_layernorm(hidden))
         return self.mlp.down_proj.add_bias(hidden), fed, cache
 
+    def attend_and_feed(self, hidden, received, cache, context: LayerContext):
+        hidden, attended, cache = self.attend(hidden, received, cache, context)
+        return self.feed(hidden, attended, cache, context)
+
     def merge(self, hidden, fed, context: LayerContext):
         return hidden + fed
 
-    stages = (Stage(attend, reduce, on_one_device), Stage(feed, reduce, on_one_device))
+    on_one_device = (Stage(attend_and_feed),)
+    on_several = (Stage(attend, reduce), Stage(feed, reduce))
+
+    def stages(self, context: LayerContext) -> tuple[Stage, ...]:
+        """Those of a rank of one device, or of several."""
+        return self.on_one_device if context.tensor.size == 1 else self.on_several
 
 
 class SparseLayer(nnx.Module):
@@ -83,7 +90,8 @@ class SparseLayer(nnx.Module):
 
     (attend | scatter), (route | dispatch), (experts | combine), (collect | gather)
 
-    and, where a rank is one device, (attend, route | dispatch), (experts | combine).
+    and, where a rank is one device, (attend, route | dispatch), (experts | combine), with `collect`
+    as a part of `merge`.
 
     Shared experts take their input from what stays on the device and not from what was received,
     so that nothing need arrive first. With one micro-batch XLA can compute them while the dispatch
@@ -121,15 +129,27 @@ class SparseLayer(nnx.Module):
         hidden, slots = carry
         return None, hidden + context.exchange.unpack_results(received, slots), cache
 
-    def merge(self, carry, hidden, context: LayerContext):
+    def attend_and_route(self, hidden, received, cache, context: LayerContext):
+        hidden, attended, cache = self.attend(hidden, received, cache, context)
+        return self.route(hidden, attended, cache, context)
+
+    def merge(self, carry, received, context: LayerContext):
+        if context.tensor.size > 1:
+            return received
+        _, hidden, _ = self.collect(carry, received, None, context)
         return hidden
 
-    stages = (
-        Stage(attend, scatter, on_one_device),
+    on_one_device = (Stage(attend_and_route, dispatch), Stage(run_experts, combine))
+    on_several = (
+        Stage(attend, scatter),
         Stage(route, dispatch),
         Stage(run_experts, combine),
-        Stage(collect, gather, on_one_device),
+        Stage(collect, gather),
     )
+
+    def stages(self, context: LayerContext) -> tuple[Stage, ...]:
+        """Those of a rank of one device, or of several."""
+        return self.on_one_device if context.tensor.size == 1 else self.on_several
 
 
 class CausalLM(nnx.Module):

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tbo_jax.overlap.written import Path, contents, find, full_name, take_apart, write
+
 
 class StackedLayers(nnx.Module):
     """Equal layers as one module whose leaves have a leading axis [L, ...]; `run_layers` scans it.
@@ -28,24 +30,106 @@ class StackedLayers(nnx.Module):
         """Stack equal layers.
 
         Raises:
-            ValueError: the layers differ in structure or shape, so one loop body cannot run them.
+            TypeError: one of them is no Flax module.
+            ValueError: there are none, or they differ in class, attributes, shape or dtype, so that
+                one loop body cannot run them.
         """
-        structures = {str(jax.tree.structure(layer)) for layer in layers}
-        if len(structures) != 1:
-            raise ValueError(
-                f"{len(layers)} layers of {len(structures)} kinds cannot be scanned: "
-                "run them unrolled"
-            )
-        kinds = {tuple(leaf.dtype for leaf in jax.tree.leaves(layer)) for layer in layers}
-        if len(kinds) != 1:
-            raise ValueError("layers of different dtype cannot be scanned: run them unrolled")
+        if not len(layers):
+            raise ValueError("StackedLayers.stack needs at least one layer, got 0")
+        for number, layer in enumerate(layers):
+            if not isinstance(layer, nnx.Module):
+                kind = layer if isinstance(layer, type) else type(layer)
+                what = "the class " if isinstance(layer, type) else "of type "
+                raise TypeError(
+                    f"StackedLayers.stack: layers[{number}] is {what}{kind.__name__}: expected an "
+                    "instance of an nnx.Module"
+                )
+            difference = _difference(layers[0], layer)
+            if difference:
+                raise ValueError(
+                    f"layers[0] and layers[{number}] cannot be scanned, they differ in "
+                    f"{difference}: run them unrolled"
+                )
         return cls(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), len(layers))
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and not -self.length <= index < self.length:
+            raise IndexError(f"layer {index} of {self.length}")
         layer = jax.tree.map(lambda leaf: leaf[index], self.stacked)
         if hasattr(layer, "share_stack"):
             layer.share_stack(self.stacked, index)
         return layer
+
+    def write(self, index: Any, path: Path, value: Any) -> None:
+        """Write into a variable of layer `index`.
+
+        Raises:
+            TypeError: there is no such variable, or its content has another structure.
+        """
+        variable = find(self.stacked, path)
+        name = full_name(self.stacked, path)
+        if not isinstance(variable, nnx.Variable):
+            raise TypeError(
+                f"{name} is made or set in a stage of scanned layers: expected an nnx.Variable "
+                "that each layer has from the start, or layers that run unrolled"
+            )
+        stack = variable.get_raw_value()
+
+        def kinds(tree: Any, cut: int) -> Any:
+            leaves, structure = jax.tree.flatten(tree)
+            return structure, [(leaf.shape[cut:], leaf.dtype) for leaf in leaves]
+
+        if kinds(value, 0) != kinds(stack, 1):
+            raise TypeError(
+                f"{name} is set to another structure, shape or dtype in a stage of scanned layers: "
+                "expected that which it had"
+            )
+        variable.set_raw_value(jax.tree.map(lambda s, v: s.at[index].set(v), stack, value))
+
+    def contents(self, paths: Sequence[Path]) -> list[Any]:
+        """What these variables hold, for all layers."""
+        return [find(self.stacked, path).get_raw_value() for path in paths]
+
+    def with_contents(self, paths: Sequence[Path], values: Sequence[Any]) -> StackedLayers:
+        """A copy in which these variables hold something else."""
+        arrays, copy = take_apart(self)
+        copied = copy(arrays)
+        for path, value in zip(paths, values, strict=True):
+            write(copied.stacked, path, value)
+        return copied
+
+
+def _difference(one: Any, other: Any) -> str | None:
+    """Where two layers differ so that one loop body cannot run them, or None."""
+    if type(one) is not type(other):
+        return f"class, {type(one).__name__} and {type(other).__name__}"
+    left, right = contents(one), contents(other)
+    for path in left.keys() ^ right.keys():
+        return f"{full_name(one, path)}, which one of them has not"
+    for path, value in left.items():
+        there = right[path]
+        if isinstance(value, nnx.Pytree) or path == ():
+            if type(value) is not type(there):
+                kinds = f"{type(value).__name__} and {type(there).__name__}"
+                return f"the class of {full_name(one, path)}, {kinds}"
+            continue
+        if not _same(value, there):
+            return f"the structure of {full_name(one, path)}"
+        for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(there), strict=True):
+            if not isinstance(a, jax.Array) or not isinstance(b, jax.Array):
+                if a is not b and a != b:
+                    return f"{full_name(one, path)}, {a!r} and {b!r}"
+            elif (a.shape, a.dtype) != (b.shape, b.dtype):
+                kinds = f"{a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
+                return f"the shape or dtype of {full_name(one, path)}, {kinds}"
+    if not _same(one, other):
+        return f"static attributes of {type(one).__name__}"
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (one, other)]
+    return structures[0] == structures[1]

@@ -13,15 +13,18 @@ collectives to move. The backward pass has the reverse order, and interleaves to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tbo_jax.overlap.order import Order, in_order
 from tbo_jax.overlap.stacked import StackedLayers
+from tbo_jax.overlap.written import Path, changes, contents, full_name, take_apart, write
 
 
 @dataclass(frozen=True)
@@ -34,21 +37,30 @@ class Stage:
     `context` whatever the caller passed for the micro-batch. Without `communicate`, `outgoing` is
     handed on as it is. All but `context` are pytrees of arrays.
 
-    A stage may be told by `idle(context)`, of the first micro-batch's context, that its
-    communication has nothing to do. It is then one stage with the next, or a part of `merge`: where
-    nothing travels, nothing else need be computed. A stage that can become a part of `merge` has no
-    cache then.
+    Raises:
+        TypeError: what is to be called cannot be.
     """
 
     compute: Callable[[Any, Any, Any, Any, Any], tuple[Any, Any, Any]]
     communicate: Callable[[Any, Any], Any] | None = None
-    idle: Callable[[Any], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.compute):
+            raise TypeError(
+                "Stage.compute must be a function of (layer, carry, received, cache, context), got "
+                f"{_kind(self.compute)}"
+            )
+        if self.communicate is not None and not callable(self.communicate):
+            raise TypeError(
+                f"Stage.communicate of {_name(self.compute)} must be None or a function of "
+                f"(outgoing, context), got {_kind(self.communicate)}"
+            )
 
 
 class Layer(Protocol):
     """What `run_layers` needs of a layer, usually an `nnx.Module` with `stages` in its class."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[Stage, ...] | Callable[[Any], tuple[Stage, ...]]  # or a method of a context
 
     def merge(self, carry: Any, received: Any, context: Any) -> Any:
         """Fold what the last stage communicated into the carry: the input of the next layer.
@@ -72,16 +84,6 @@ class Cache(Protocol):
         """The cache with layer `index` replaced by its updated view."""
 
 
-@dataclass
-class _Lane:
-    """One micro-batch on its way through the layers (trace time only)."""
-
-    carry: Any
-    received: Any
-    outgoing: Any
-    context: Any
-
-
 def run_layers(
     layers: Sequence[Any] | StackedLayers,
     carries: Sequence[Any],
@@ -92,6 +94,14 @@ def run_layers(
     remat: bool = False,
 ) -> tuple[list[Any], Any]:
     """Run all layers over one or more micro-batches.
+
+    What a stage writes into its layer (a dropout's count, batch statistics, `sow`, any
+    `nnx.Variable`) is kept, and seen by the next micro-batch and step: micro-batches write one
+    after another. Scanned layers keep what a stage writes into variables that they have already.
+
+    It runs inside `jax.shard_map` too, with `check_vma` on or off. With JAX 0.10 and `check_vma`,
+    an array that does not vary over a mesh axis waits for no array that does, so that XLA may
+    reorder computes that take nothing else; then turn `check_vma` off, or take a newer JAX.
 
     Args:
         layers: a sequence of `Layer`s (run unrolled), or `StackedLayers` (run as one `lax.scan`).
@@ -108,183 +118,404 @@ def run_layers(
         The carries after the last layer, or what `head` made of them, and the cache.
 
     Raises:
-        ValueError: no layers, or carries and contexts of different number.
+        ValueError: no layers, carries and contexts of different number, or micro-batches or stages
+            that differ in structure.
+        TypeError: an argument, a layer or what a stage gives is not what it should be; or several
+            micro-batches in a forward-mode derivative (`jax.jvp`), which they do not have.
+        An error that a layer raises has a note that says which layer, stage and micro-batch.
     """
+    _check_arguments(layers, carries, contexts, cache, head)
+    lanes = [_Lane(n, *c) for n, c in enumerate(zip(contexts, carries, strict=True))]
+    run = _Run(layers, lanes, cache, Order.start(carries) if len(lanes) > 1 else None, remat)
+    if isinstance(layers, StackedLayers):
+        run.scan()
+    else:
+        for index in range(len(layers)):
+            run.run_layer(index)
+    return run.finish(head), run.cache
+
+
+@dataclass
+class _Lane:
+    """One micro-batch on its way through the layers (trace time only)."""
+
+    number: int
+    context: Any
+    carry: Any
+    message: Any = None  # what the latest compute sent; once asked for, what came of it
+    stage: Stage | None = None  # whose communication is still to be done with it
+    layer: Any = None  # that has sent
+    index: Any = None  # of that layer
+
+    def receive(self) -> Any:
+        """What the latest compute sent, communicated where this is first called."""
+        stage, self.stage = self.stage, None
+        if stage is not None and stage.communicate is not None:
+            with _at(self.layer, self.index, self, stage.communicate):
+                sent = self.message
+                self.message = stage.communicate(sent, self.context)
+            if self.message is None and jax.tree.leaves(sent):
+                raise TypeError(
+                    f"the communication after {type(self.layer).__name__}.{_name(stage.compute)} "
+                    "gave None: expected what is received"
+                )
+        return self.message
+
+
+@dataclass
+class _Run:
+    """A program on its way through the layers (trace time only)."""
+
+    layers: Any
+    lanes: list[_Lane]
+    cache: Any
+    order: Order | None  # None: nothing is fixed
+    remat: bool
+    written: dict[Path, None] = field(default_factory=dict)  # into stacked layers
+
+    def run_layer(self, index: Any) -> None:
+        """Layer `index` for all lanes; the last lane's last message is left to who needs it."""
+        layer = self.layers[index]
+        previous = self.layers[index - 1] if _in_loop(index) or index else None
+        of_lanes = [_stages(layer, index, lane) for lane in self.lanes]
+        if len({len(stages) for stages in of_lanes}) > 1:
+            raise ValueError(
+                f"{type(layer).__name__}.stages gave {', '.join(str(len(s)) for s in of_lanes)} "
+                "stages for the micro-batches' contexts: expected as many for each"
+            )
+        for number, stages in enumerate(zip(*of_lanes, strict=True)):
+            for lane, stage in zip(self.lanes, stages, strict=True):
+                self._compute(index, layer, previous if number == 0 else None, lane, stage)
+                if lane is not self.lanes[-1]:
+                    lane.receive()
+
+    def _compute(self, index: Any, layer: Any, before: Any, lane: _Lane, stage: Stage) -> None:
+        """One stage's compute; `before` is the layer before, of which this compute is the merge."""
+
+        def compute(used: list[Any], carry: Any, received: Any, view: Any) -> Any:
+            if before is not None:
+                carry, received = _merge(used[1], index - 1, lane, carry, received), None
+            with _noted(layer, index, lane, stage.compute):
+                result = stage.compute(used[0], carry, received, view, lane.context)
+            carry, outgoing, kept = _checked(result, layer, stage, view)
+            return (carry, outgoing), kept
+
+        received = lane.receive()
+        with _scope(index, lane, stage.compute):
+            after = None if self.order is None else self.order.after
+            view = None if self.cache is None else self.cache.layer(index, after)
+            touched = [(index, layer)] + ([] if before is None else [(index - 1, before)])
+            # A turn of a scan ends with the gradients of its weights as it is.
+            held = not _in_loop(index)
+            sent, view = self._call(compute, touched, held, lane.carry, received, view)
+        self.cache = None if self.cache is None else self.cache.with_layer(index, view)
+        lane.carry, lane.message = sent
+        lane.stage, lane.layer, lane.index = stage, layer, index
+
+    def finish(self, head: Callable[[Any, Any], Any] | None) -> list[Any]:
+        """The last merge of all lanes, and the head."""
+        if head is None:  # nothing is computed that others could wait for
+            self.order, self.remat = None, False
+        index = len(self.layers) - 1
+        last = self.layers[index]
+        return [self._finish_lane(index, last, lane, head) for lane in self.lanes]
+
+    def _finish_lane(self, index: int, last: Any, lane: _Lane, head: Any) -> Any:
+        def compute(used: list[Any], carry: Any, received: Any) -> Any:
+            carry = _merge(used[0], index, lane, carry, received)
+            if head is None:
+                return carry, None
+            with _noted(None, None, lane, head):
+                return head(carry, lane.context), None
+
+        received = lane.receive()
+        with jax.named_scope(f"head/micro_batch_{lane.number}") if head else nullcontext():
+            result, _ = self._call(compute, [(index, last)], False, lane.carry, received)
+        return result
+
+    def _call(self, compute: Any, touched: list[tuple[Any, Any]], held: bool, *inputs: Any) -> Any:
+        """`compute(layers, *inputs)`, in its place in the order.
+
+        Args:
+            compute: gives (what others wait for, what they do not).
+            touched: (index, layer) of each layer that it takes.
+            held: whether the gradients of the first one's weights are held by the order.
+            inputs: pytrees of arrays.
+
+        Returns:
+            What it gave. What it wrote into the layers is in them.
+        """
+        stacked = isinstance(self.layers, StackedLayers)
+        held = held and (self.remat or self.order is not None)
+        arrays, copy = take_apart(touched[0][1]) if held else ([], None)
+        found: list[tuple[int, Path]] = []
+        fixed: list[tuple[int, Path, Any]] = []
+
+        def take(number: int, arrays: Any) -> Any:
+            index, layer = touched[number]
+            if number == 0 and copy is not None:
+                return copy(arrays)
+            if self.remat and _in_loop(index):  # in here, so that a turn keeps no slice
+                return self.layers[index]
+            if self.remat:
+                own, again = take_apart(layer)
+                return again(own)
+            return layer
+
+        def run(arrays: Any, *inputs: Any) -> Any:
+            used = [take(number, arrays) for number in range(len(touched))]
+            watched = [
+                (number, layer, contents(layer))
+                for number, layer in enumerate(used)
+                if stacked or layer is not touched[number][1]
+            ]
+            outputs, others = compute(used, *inputs)
+            values = []
+            for number, layer, before in watched:
+                for path, value in changes(layer, before):
+                    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
+                        found.append((number, path))
+                        values.append(value)
+                    else:
+                        fixed.append((number, path, value))
+            return outputs, (others, values)
+
+        run = jax.checkpoint(run) if self.remat else run
+        if self.order is None:
+            outputs, (others, values) = run(arrays, *inputs)
+        else:
+            (outputs, (others, values)), self.order = in_order(run, arrays, inputs, self.order)
+        for (number, path), value in zip(found, values, strict=True):
+            fixed.append((number, path, value))
+        for number, path, value in fixed:
+            index, layer = touched[number]
+            write(layer, path, value)
+            if stacked:
+                self.layers.write(index, path, value)
+                self.written[path] = None
+        return outputs, others
+
+    def scan(self) -> None:
+        """Layer 0 peeled, then one loop body for the others.
+
+        The last lane runs a communication behind: what it sends at the end of a layer travels over
+        the loop boundary as the loop's carry and is communicated beside the first lane's compute.
+        What layer 0 wrote into its variables, the others may write too: it is carried as well.
+        """
+        self.run_layer(0)
+        if len(self.layers) == 1:
+            return
+        last, layers, written = self.lanes[-1], self.layers, list(self.written)
+        stage, layer = last.stage, last.layer
+
+        def body(state: Any, index: jax.Array) -> tuple[Any, None]:
+            before = self._restore(state)
+            self.layers = layers.with_contents(written, before)
+            self.written = {}
+            last.stage, last.layer, last.index = stage, layer, index - 1
+            self.run_layer(index)
+            for path in self.written:
+                if path not in written:
+                    raise TypeError(
+                        f"{full_name(layer, path)} is written in a scanned layer, but not by the "
+                        "stages of the first one: run the layers unrolled"
+                    )
+            after = self._state(written)
+            self._check_turn(state, after)
+            return after, None
+
+        indices = jnp.arange(1, len(layers), dtype=jnp.int32)
+        state, _ = jax.lax.scan(body, self._state(written), indices)
+        self.layers = layers
+        for path, value in zip(written, self._restore(state), strict=True):
+            write(layers.stacked, path, value)
+        last.stage, last.layer = stage, layer
+
+    def _state(self, written: list[Path]) -> Any:
+        """What a turn of the loop hands to the next."""
+        sent = [(lane.carry, lane.message) for lane in self.lanes]
+        token = None if self.order is None else self.order.token
+        return sent, self.cache, token, self.layers.contents(written)
+
+    def _restore(self, state: Any) -> list[Any]:
+        """Take over what a turn left; the latest compute was the last lane's.
+
+        Returns what the layers wrote.
+        """
+        sent, self.cache, token, written = state
+        for lane, (carry, message) in zip(self.lanes, sent, strict=True):
+            lane.carry, lane.message = carry, message
+        self.order = None if token is None else Order(sent[-1], token)
+        return written
+
+    def _check_turn(self, before: Any, after: Any) -> None:
+        """Raise TypeError unless a layer left what the one before it did."""
+        name, last = type(self.lanes[-1].layer).__name__, len(self.lanes) - 1
+        for number, (got, expected) in enumerate(zip(after[0], before[0], strict=True)):
+            what = "sends" if number == last else "has received"
+            for part, one, other in zip(("keeps", what), got, expected, strict=True):
+                _check_same(one, other, f"scanned {name}: what micro-batch {number} {part}")
+        _check_same(after[1], before[1], f"scanned {name}: the cache")
+
+
+def _in_loop(index: Any) -> bool:
+    return not isinstance(index, int)
+
+
+def _merge(layer: Any, index: Any, lane: _Lane, carry: Any, received: Any) -> Any:
+    with _noted(layer, index, lane, layer.merge):
+        merged = layer.merge(carry, received, lane.context)
+    _check_arrays(merged, f"{type(layer).__name__}.merge gave")
+    return merged
+
+
+def _stages(layer: Any, index: Any, lane: _Lane) -> Sequence[Stage]:
+    """The layer's stages for a micro-batch."""
+    name, stages = type(layer).__name__, layer.stages
+    if callable(stages):
+        with _noted(layer, index, lane, stages):
+            stages = stages(lane.context)
+    if isinstance(stages, Stage) or not isinstance(stages, Sequence):
+        raise TypeError(f"{name}.stages is {_kind(stages)}: expected a tuple of Stage")
+    if not stages:
+        raise ValueError(f"{name}.stages is empty: expected at least one Stage")
+    for number, stage in enumerate(stages):
+        if not isinstance(stage, Stage):
+            raise TypeError(f"{name}.stages[{number}] is {_kind(stage)}: expected a Stage")
+    return stages
+
+
+def _check_arguments(layers: Any, carries: Any, contexts: Any, cache: Any, head: Any) -> None:
+    """Raise what `run_layers` says."""
+    for name, value, of in (
+        ("layers", layers, "layers, or StackedLayers"),
+        ("carries", carries, "pytrees, one for each micro-batch"),
+        ("contexts", contexts, "one context for each micro-batch"),
+    ):
+        if isinstance(value, StackedLayers) and name == "layers":
+            continue
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            raise TypeError(f"run_layers: {name} is {_kind(value)}: expected a list of {of}")
     if not len(layers) or len(carries) != len(contexts) or not carries:
         raise ValueError(
             f"run_layers needs layers and one context per carry, got {len(layers)} layers, "
             f"{len(carries)} carries, {len(contexts)} contexts"
         )
-    lanes = [_Lane(carry, None, None, c) for carry, c in zip(carries, contexts, strict=True)]
-    order = Order.start(carries) if len(lanes) > 1 else None
     if isinstance(layers, StackedLayers):
-        cache, order = _run_scanned(layers, lanes, cache, order, remat)
+        _check_layer(layers.stacked, "the stacked layer")
     else:
         for index in range(len(layers)):
-            cache, order = _run_layer(layers, index, lanes, cache, order, remat)
-    last = _Joined.of(layers[len(layers) - 1], contexts[0])
-    _finish_layer(last, len(layers) - 1, lanes)
-    if head is None:
-        return [last.merge(lane.carry, lane.received, lane.context) for lane in lanes], cache
-    return _run_head(head, last, lanes, order, remat), cache
+            _check_layer(layers[index], f"layers[{index}]")
+    for number, carry in enumerate(carries):
+        _check_arrays(carry, f"run_layers: carries[{number}] holds")
+        structure: Any = jax.tree.structure(carry)
+        first: Any = jax.tree.structure(carries[0])
+        if structure != first:
+            raise ValueError(
+                f"run_layers: carries[{number}] has the structure {structure}: expected that of "
+                f"carries[0], {first}"
+            )
+    for method in ("layer", "with_layer"):
+        if cache is not None and not callable(getattr(cache, method, None)):
+            raise TypeError(f"run_layers: cache is {_kind(cache)}: expected a method {method!r}")
+    if head is not None and not callable(head):
+        raise TypeError(
+            f"run_layers: head is {_kind(head)}: expected a function of (carry, context)"
+        )
 
 
-@dataclass(frozen=True)
-class _Joined:
-    """A layer in which every stage but the last one communicates."""
-
-    layer: Any
-    stages: tuple[Stage, ...]
-    rest: tuple[Stage, ...]  # idle ones after the last that communicates: computed before `merge`
-
-    @classmethod
-    def of(cls, layer: Layer, context: Any) -> _Joined:
-        stages: list[Stage] = []
-        waiting: list[Stage] = []
-        for stage in layer.stages:
-            waiting.append(stage)
-            if stage.idle is None or not stage.idle(context):
-                stages.append(_join(waiting))
-                waiting = []
-        if not stages:
-            return cls(layer, (_join([*waiting[:-1], Stage(waiting[-1].compute)]),), ())
-        return cls(layer, tuple(stages), tuple(waiting))
-
-    def merge(self, carry: Any, received: Any, context: Any) -> Any:
-        for stage in self.rest:
-            carry, received, _ = stage.compute(self.layer, carry, received, None, context)
-        return self.layer.merge(carry, received, context)
+def _check_layer(layer: Any, what: str) -> None:
+    if isinstance(layer, type):
+        raise TypeError(f"{what} is the class {layer.__name__}: expected an instance of it")
+    name = type(layer).__name__
+    if not hasattr(layer, "stages"):
+        raise TypeError(
+            f"{what}, {name}, has no `stages`: expected a tuple of Stage, or a method that gives "
+            "one for a context"
+        )
+    if not callable(getattr(layer, "merge", None)):
+        raise TypeError(f"{what}, {name}, has no method `merge(carry, received, context)`")
 
 
-def _join(stages: Sequence[Stage]) -> Stage:
-    """The stages as one, which communicates what the last does."""
-    if len(stages) == 1:
-        return stages[0]
-
-    def compute(layer, carry, received, cache, context):
-        for stage in stages:
-            carry, received, cache = stage.compute(layer, carry, received, cache, context)
-        return carry, received, cache
-
-    compute.__name__ = "_and_".join(stage.compute.__name__ for stage in stages)
-    return Stage(compute, stages[-1].communicate)
-
-
-def _run_layer(layers, index, lanes: list[_Lane], cache, order: Order | None, remat: bool):
-    """Layer `index` for all lanes; the last lane's last communication is left to the next step.
-
-    Returns the cache and the order (None: nothing is fixed).
-    """
-    context = lanes[0].context
-    layer = _Joined.of(layers[index], context)
-    scanned = not isinstance(index, int)
-    previous = _Joined.of(layers[index - 1], context) if scanned or index else None
-    for number, stage in enumerate(layer.stages):
-        merges = number == 0 and previous is not None
-        for lane in lanes:
-            if merges and lane is lanes[-1]:
-                _finish_layer(
-                    previous, index - 1, lanes
-                )  # in flight beside the first lane's compute
-
-            def compute(weights, carry, received, view, stage=stage, merges=merges, lane=lane):
-                this, before = layer.layer if weights is None else weights, previous
-                if remat and scanned:  # taken in here, so that a turn keeps no slice of the stack
-                    this, before = layers[index], _Joined.of(layers[index - 1], context)
-                if merges and before is not None:
-                    carry, received = before.merge(carry, received, lane.context), None
-                *sent, view = stage.compute(this, carry, received, view, lane.context)
-                return tuple(sent), view
-
-            with _scope(index, lane, lanes, stage.compute):
-                after = None if order is None else order.after
-                view = None if cache is None else cache.layer(index, after)
-                inputs = (lane.carry, lane.received, view)
-                # A turn of a scan ends with the gradients of its weights as it is.
-                weights = None if scanned or not _is_of_arrays(layer.layer) else layer.layer
-                (sent, view), order = _run(compute, weights, inputs, order, remat)
-            cache = None if cache is None else cache.with_layer(index, view)
-            lane.carry, lane.outgoing = sent
-            final = number == len(layer.stages) - 1 and lane is lanes[-1]
-            if not final:
-                lane.received = _communicate(stage, lane, index, lanes)
-    return cache, order
+def _checked(result: Any, layer: Any, stage: Stage, view: Any) -> tuple[Any, Any, Any]:
+    """What a compute gave, if it is what it should be."""
+    name = f"{type(layer).__name__}.{_name(stage.compute)}"
+    if not isinstance(result, tuple | list) or len(result) != 3:
+        got = f"{len(result)} values" if isinstance(result, tuple | list) else _kind(result)
+        raise TypeError(f"{name} gave {got}: expected three, (carry, outgoing, cache)")
+    carry, outgoing, kept = result
+    _check_arrays(carry, f"{name} gave a carry with")
+    _check_arrays(outgoing, f"{name} gave something to send with")
+    _check_same(kept, view, f"{name}: its view of the cache", axes=False)
+    return carry, outgoing, kept
 
 
-def _run_head(head, last: _Joined, lanes: list[_Lane], order: Order | None, remat: bool):
-    """What follows the last layer, for all lanes."""
-    results = []
-    for number, lane in enumerate(lanes):
-
-        def compute(_, carry, received, context=lane.context):
-            return head(last.merge(carry, received, context), context), None
-
-        with jax.named_scope(f"head/micro_batch_{number}"):
-            inputs = (lane.carry, lane.received)
-            (result, _), order = _run(compute, None, inputs, order, remat)
-        results.append(result)
-    return results
+def _check_arrays(tree: Any, what: str) -> None:
+    for leaf in jax.tree.leaves(tree):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            raise TypeError(f"{what} {_kind(leaf)}: expected a pytree of arrays")
 
 
-def _run(compute, weights, inputs, order: Order | None, remat: bool):
-    compute = jax.checkpoint(compute) if remat else compute
-    if order is None:
-        return compute(weights, *inputs), None
-    return in_order(compute, weights, inputs, order)
+def _check_same(got: Any, expected: Any, what: str, axes: bool = True) -> None:
+    """Raise TypeError unless both have one structure, and their arrays one shape and dtype."""
+    one: Any = jax.tree.structure(got)
+    other: Any = jax.tree.structure(expected)
+    if one != other:
+        raise TypeError(f"{what} has the structure {one}: expected {other}")
+
+    def kind(leaf: Any) -> Any:
+        of = jax.typeof(leaf)
+        return of.shape, of.dtype, of.manual_axis_type.varying if axes else None
+
+    paths = jax.tree_util.tree_flatten_with_path(got)[0]
+    for (path, leaf), wanted in zip(paths, jax.tree.leaves(expected), strict=True):
+        if kind(leaf) != kind(wanted):
+            raise TypeError(
+                f"{what} is {jax.typeof(leaf)}{_at_path(path)}: expected {jax.typeof(wanted)}"
+            )
 
 
-def _is_of_arrays(layer: Any) -> bool:
-    return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(layer))
+def _at_path(path: Any) -> str:
+    return f" at {jax.tree_util.keystr(path)}" if path else ""
 
 
-def _scope(index, lane: _Lane, lanes: list[_Lane], function: Callable[..., Any]):
+def _kind(value: Any) -> str:
+    """What a wrong value is, in words."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array of shape {value.shape}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    return f"of type {type(value).__name__}"
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+@contextmanager
+def _at(layer: Any, index: Any, lane: _Lane, function: Any) -> Iterator[None]:
+    with _scope(index, lane, function), _noted(layer, index, lane, function):
+        yield
+
+
+def _scope(index: Any, lane: _Lane, function: Any) -> Any:
     """Names for profiles and the schedule report: layer_3/micro_batch_0/attend_and_route."""
-    layer = f"layer_{index}" if isinstance(index, int) else "layers"
-    number = next(i for i, other in enumerate(lanes) if other is lane)
-    return jax.named_scope(f"{layer}/micro_batch_{number}/{function.__name__}")
+    layer = "layers" if _in_loop(index) else f"layer_{index}"
+    return jax.named_scope(f"{layer}/micro_batch_{lane.number}/{_name(function)}")
 
 
-def _finish_layer(layer, index, lanes: list[_Lane]) -> None:
-    """The communication that `_run_layer` left open: the last lane's last one, of layer `index`."""
-    lanes[-1].received = _communicate(layer.stages[-1], lanes[-1], index, lanes)
-
-
-def _communicate(stage: Stage, lane: _Lane, index, lanes: list[_Lane]) -> Any:
-    if stage.communicate is None:
-        return lane.outgoing
-    with _scope(index, lane, lanes, stage.communicate):
-        return stage.communicate(lane.outgoing, lane.context)
-
-
-def _run_scanned(layers: StackedLayers, lanes: list[_Lane], cache, order, remat: bool):
-    """Layer 0 peeled, then one loop body for the others.
-
-    The last lane runs a communication behind: what it sends at the end of a layer travels over the
-    loop boundary as the loop's carry and is communicated beside the first lane's compute.
-    """
-    cache, order = _run_layer(layers, 0, lanes, cache, order, remat)
-
-    def body(state, index):
-        cache, order = _restore(lanes, state)
-        cache, order = _run_layer(layers, index, lanes, cache, order, remat)
-        return _loop_state(lanes, cache, order), None
-
-    if len(layers) == 1:
-        return cache, order
-    indices = jnp.arange(1, len(layers), dtype=jnp.int32)
-    state, _ = jax.lax.scan(body, _loop_state(lanes, cache, order), indices)
-    return _restore(lanes, state)
-
-
-def _loop_state(lanes: list[_Lane], cache, order: Order | None):
-    carries, received = [lane.carry for lane in lanes], [lane.received for lane in lanes[:-1]]
-    return carries, received, lanes[-1].outgoing, cache, None if order is None else order.token
-
-
-def _restore(lanes: list[_Lane], state):
-    """Cache and order; the latest compute was the last lane's."""
-    carries, received, lanes[-1].outgoing, cache, token = state
-    for lane, carry, got in zip(lanes, carries, [*received, None], strict=True):
-        lane.carry, lane.received = carry, got
-    after = lanes[-1].carry, lanes[-1].outgoing
-    return cache, None if token is None else Order(after, token)
+@contextmanager
+def _noted(layer: Any, index: Any, lane: _Lane, function: Any) -> Iterator[None]:
+    """Add to an error of the layer's own where it was raised."""
+    try:
+        yield
+    except Exception as error:
+        if layer is None:
+            place = f"the head ({_name(function)})"
+        else:
+            number = "scanned layers" if _in_loop(index) else f"layer {index}"
+            place = f"{type(layer).__name__}.{_name(function)}, {number}"
+        error.add_note(f"in {place}, micro-batch {lane.number}")
+        raise

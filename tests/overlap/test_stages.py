@@ -497,31 +497,48 @@ def test_a_single_stacked_layer_runs() -> None:
 
 
 class Windowed(nnx.Module):
-    def __init__(self, window: int | None, dtype: Any = jnp.float32) -> None:
+    def __init__(self, window: int | None, dtype: Any = jnp.float32, width: int = 3) -> None:
         self.window = window
-        self.weight = nnx.Param(jnp.ones(3, dtype))
+        self.weight = nnx.Param(jnp.ones(width, dtype))
+
+
+class Doubly(nnx.Module):
+    def __init__(self, window: int, extra: bool = False) -> None:
+        self.inner = nnx.List([Windowed(4), Windowed(window)])
+        if extra:
+            self.bias = nnx.Param(jnp.zeros(3))
 
 
 @pytest.mark.parametrize(
-    ("layers", "kinds"),
+    ("layers", "difference"),
     [
-        (layers_of("PM"), 2),
-        (layers_of("MMP"), 2),
-        ([Windowed(None), Windowed(8)], 2),
-        ([Windowed(4), Windowed(8), Windowed(16)], 3),
-        ([], 0),
+        (layers_of("PM"), r"layers\[0\] and layers\[1\] .* class, Plain and Mixture"),
+        (layers_of("MMP"), r"layers\[0\] and layers\[2\] .* class, Mixture and Plain"),
+        ([Windowed(None), Windowed(8)], r"Windowed\.window, None and 8"),
+        ([Windowed(4), Windowed(8), Windowed(16)], r"Windowed\.window, 4 and 8"),
+        ([Windowed(4, width=3), Windowed(4, width=5)], r"weight, float32\[3\] and float32\[5\]"),
+        ([Windowed(4), Windowed(4, jnp.bfloat16)], r"Windowed\.weight, float32\[3\] and bfloat16"),
+        ([Doubly(4), Doubly(5)], r"Doubly\.inner\.1\.window, 4 and 5"),
+        ([Doubly(4), Doubly(4, extra=True)], r"Doubly\.bias, which one of them has not"),
     ],
 )
-def test_layers_of_several_kinds_cannot_be_stacked(layers: list[Any], kinds: int) -> None:
-    with pytest.raises(ValueError, match=f"{len(layers)} layers of {kinds} kinds cannot"):
+def test_layers_that_differ_cannot_be_stacked(layers: list[Any], difference: str) -> None:
+    with pytest.raises(ValueError, match=f"{difference}.*: run them unrolled"):
         StackedLayers.stack(layers)
 
 
-def test_layers_of_different_width_cannot_be_stacked() -> None:
-    with pytest.raises(ValueError, match="shape"):
-        StackedLayers.stack([Mixture(nnx.Rngs(0)), Mixture(nnx.Rngs(0), width=WIDTH + 1)])
+def test_only_flax_modules_are_stacked() -> None:
+    with pytest.raises(ValueError, match="needs at least one layer, got 0"):
+        StackedLayers.stack([])
+    with pytest.raises(TypeError, match=r"layers\[1\] is of type Step: expected an instance of"):
+        StackedLayers.stack([Windowed(4), Step()])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"layers\[0\] is the class Windowed"):
+        StackedLayers.stack([Windowed])  # type: ignore[list-item]
 
 
-def test_layers_of_different_dtype_cannot_be_stacked() -> None:
-    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match="dtype"):
-        StackedLayers.stack([Windowed(4), Windowed(4, jnp.bfloat16)])
+def test_stacked_layers_end() -> None:
+    stacked = StackedLayers.stack([Windowed(4), Windowed(4)])
+    assert len(list(stacked)) == 2
+    for index in (2, -3):
+        with pytest.raises(IndexError, match=f"layer {index} of 2"):
+            stacked[index]
