@@ -8,6 +8,7 @@ nothing is padded to a capacity, and rows that no expert owns cost nothing.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,11 @@ TILE_BYTES = 256  # of a column of the largest tile: 128 rows, or 64 in float32
 GATE_UP, DOWN, SUM = "tbo_experts_gate_up", "tbo_experts_down", "tbo_experts_sum"  # kernels
 
 
-def unsupported(hidden: int, width: int) -> str | None:
-    """Why experts of D = `hidden` and F = `width` cannot run here; None if they can."""
+def unsupported(hidden: int, width: int, dtype: Any = None) -> str | None:
+    """Why experts of D = `hidden` and F = `width` cannot run here; None if they can.
+
+    Any `dtype` will do.
+    """
     for name, size in (("hidden size", hidden), ("expert width", width)):
         if size % BLOCK_COLUMNS[-1]:
             return f"{name} {size} is no multiple of {BLOCK_COLUMNS[-1]}"

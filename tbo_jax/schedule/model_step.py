@@ -14,7 +14,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tbo_jax.attention import gpu_paged, paged, tpu_paged
+from tbo_jax.attention import paged
+from tbo_jax.attention.kernel import AttentionLoad
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.models import find_architecture
@@ -27,6 +28,7 @@ from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.report import ScheduleReport, inspect
 from tbo_jax.schedule.targets import Target
 from tbo_jax.step.compiler_options import Options
+from tbo_jax.step.kernels import ATTENTION, attention_shape
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket, CacheConfig
 from tbo_jax.training.loss import NextTokenLoss
@@ -260,19 +262,12 @@ def attention_work(config: DecoderConfig, tokens: int, shape: StepShape) -> dict
     Of those of all platforms: a program has its own platform's, and no name is in two. The heads of
     `config` are those of a device.
     """
-    attention = dict(
-        tokens=tokens,
-        context=shape.context,
-        decode=shape.phase == "decode",
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        value_dim=config.value_dim,
-        cached=config.cached_elements,
-        width=jnp.dtype(config.dtype).itemsize,
+    load = AttentionLoad(
+        tokens, shape.context, _context_read(config, shape), shape.phase == "decode"
     )
-    work = tpu_paged.expected_work(**attention)
-    work |= gpu_paged.expected_work(**attention | dict(context=_context_read(config, shape)))
+    work: dict[str, tuple[float, float]] = {}
+    for kernel in ATTENTION.values():
+        work |= kernel(attention_shape(config)).expected_work(load)
     return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}
 
 

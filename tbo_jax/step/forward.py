@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from tbo_jax.attention.buffers import AttentionBuffers
-from tbo_jax.attention.work import plan_attention
 from tbo_jax.layers.context import LayerContext, PagedAttention, live_tokens
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.rotary import rotary_table
@@ -55,9 +54,10 @@ def forward(
     if micro_batches > 1:
         image = model.config.image_token_id if inputs.cuts_anywhere(bucket) else None
         parts = split_batch_decoder_layers(batch, micro_batches, image)
-    block = bucket.query_block or min(kernels.prefill_query_block, bucket.tokens)
+    block = bucket.query_block or min(kernels.attention.query_block, bucket.tokens)
     work = [
-        plan_attention(part, block, old) for part, old in zip(parts, buffers.work, strict=False)
+        kernels.attention.plan(part, block, old)
+        for part, old in zip(parts, buffers.work, strict=False)
     ]
     contexts = [
         LayerContext(

@@ -161,7 +161,7 @@ class ModelRunner:
             max_tokens=cache.max_tokens,
             num_micro_batches=self.overlap.num_micro_batches if self.overlap.enabled else 1,
             stacked=self.scanned,
-            layout=self.kernels.page_layout,
+            layout=self.kernels.attention.layout,
             mesh=self.mesh,
         )
 

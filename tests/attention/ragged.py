@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tbo_jax import ForwardBatch
 from tbo_jax.attention.cache import LayerCache
+from tbo_jax.attention.kernel import AttentionShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Shape:
     def longest(self) -> int:
         """Tokens that a row has room for."""
         return self.page_size * self.pages_per_row
+
+    @property
+    def attention(self) -> AttentionShape:
+        """As the kernels want it."""
+        return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.dtype, self.value_dim)
 
     @property
     def scale(self) -> float:

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from tbo_jax import ForwardBatch
 from tbo_jax.attention import gpu_paged
 from tbo_jax.attention.cache import LayerCache
+from tbo_jax.attention.gpu_paged import GpuAttention
+from tbo_jax.attention.kernel import AttentionShape
 from tbo_jax.attention.paged import write_pages
-from tbo_jax.attention.work import AttentionWork, plan_attention
+from tbo_jax.attention.work import AttentionWork
 from tests.attention import ragged
 from tests.attention.ragged import Case, Shape, case_of, mixes, reference
 from tests.gpu_lowering import lower_for_gpu
@@ -42,16 +44,15 @@ def compiled(shape: Shape, options: Options) -> Any:
     def attend(batch, cache, queries, keys, values):
         # The work arrays are longer than needed and hold what an earlier step left there.
         old = AttentionWork(*(jnp.full(shape.tokens + 3, 4321, jnp.int32) for _ in range(5)))
-        return gpu_paged.paged_attention(
+        kernel = GpuAttention(shape.attention, interpret=True)
+        return kernel(
             queries,
             write_pages(cache, keys, values, batch),
             batch,
-            plan_attention(batch, options.query_block, old),
+            kernel.plan(batch, options.query_block, old),
             query_block=options.query_block,
             scale=shape.scale,
-            value_dim=shape.value_dim,
             **options.arguments(shape.heads),
-            interpret=True,
         )
 
     case = case_of(shape, [], [], 0)
@@ -168,7 +169,8 @@ def test_few_rows_with_long_contexts_are_split(programs: int, context: int, spli
     ],
 )
 def test_unsupported(head_dim: int, value_dim: int | None, reason: str | None) -> None:
-    found = gpu_paged.unsupported(head_dim, value_dim)
+    shape = AttentionShape(8, 1, head_dim, jnp.bfloat16, value_dim)
+    found = GpuAttention.unsupported(shape)
     assert found is None if reason is None else reason in str(found)
 
 
@@ -186,8 +188,8 @@ def test_unsupported(head_dim: int, value_dim: int | None, reason: str | None) -
 )
 def test_lowers_for_a_gpu(head_dim: int, group: int, dtype: Any) -> None:
     """Triton takes the shapes of all blocks: of decode, of drafts to verify, and of prefill."""
-    for query_block in (1, 4, gpu_paged.query_block(group)):
-        shape = Shape(2 * group, 2, head_dim, dtype, pages_per_row=4, **SMALL)
+    shape = Shape(2 * group, 2, head_dim, dtype, pages_per_row=4, **SMALL)
+    for query_block in (1, 4, GpuAttention(shape.attention).query_block):
         lower_for_gpu(*abstract_call(shape, query_block))
 
 
@@ -195,7 +197,7 @@ def test_lowers_for_a_gpu(head_dim: int, group: int, dtype: Any) -> None:
 def test_latent_attention_lowers_for_a_gpu(heads: int, dtype: Any) -> None:
     """The sizes of DeepSeek-V3 and Kimi-K2."""
     shape = Shape(heads, 1, 576, dtype, pages_per_row=4, value_dim=512, **SMALL)
-    lower_for_gpu(*abstract_call(shape, gpu_paged.query_block(heads)))
+    lower_for_gpu(*abstract_call(shape, GpuAttention(shape.attention).query_block))
 
 
 def abstract_call(shape: Shape, query_block: int, pages: int | None = None) -> tuple[Any, Any]:
@@ -216,9 +218,8 @@ def abstract_call(shape: Shape, query_block: int, pages: int | None = None) -> t
     )
 
     def call(queries, cache, batch, work):
-        return gpu_paged.paged_attention(
-            queries, cache, batch, work,
-            query_block=query_block, scale=shape.scale, value_dim=shape.value_dim,
-        )  # fmt: skip
+        return GpuAttention(shape.attention)(
+            queries, cache, batch, work, query_block=query_block, scale=shape.scale
+        )
 
     return call, arguments

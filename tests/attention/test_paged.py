@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tbo_jax import gather_tokens, split_batch_decoder_layers
 from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.dense import dense_causal_attention
-from tbo_jax.attention.paged import paged_attention, write_pages
+from tbo_jax.attention.paged import XlaAttention, write_pages
 from tbo_jax.attention.work import AttentionWork, plan_attention
 from tests.attention.ragged import Case, Options, Shape, case_of, mixes, reference
 
@@ -33,9 +33,9 @@ def attend(batch, cache, queries, keys, values, *, query_block, options, shape=S
     old = AttentionWork(*(jnp.full(TOKENS + 3, 4321, jnp.int32) for _ in range(5)))
     cache = write_pages(cache, keys, values, batch)
     work = plan_attention(batch, query_block, old)
-    out = paged_attention(
+    out = XlaAttention(shape.attention)(
         queries, cache, batch, work, query_block=query_block, scale=shape.scale,
-        value_dim=shape.value_dim, **options.arguments(shape.heads),
+        **options.arguments(shape.heads),
     )  # fmt: skip
     return out, cache
 

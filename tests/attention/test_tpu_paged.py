@@ -16,9 +16,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tbo_jax.attention import paged, tpu_paged
+from tbo_jax.attention import tpu_paged
 from tbo_jax.attention.cache import LayerCache
-from tbo_jax.attention.paged import write_pages
+from tbo_jax.attention.kernel import AttentionShape
+from tbo_jax.attention.paged import XlaAttention, write_pages
+from tbo_jax.attention.tpu_paged import TpuAttention
 from tbo_jax.attention.work import AttentionWork, plan_attention
 from tests.attention.ragged import Case, Options, Shape, case_of, mixes, reference
 
@@ -71,8 +73,9 @@ def compiled(options: Options) -> Any:
     """One layer's write and read: batch, cache, queries, keys, values -> output."""
 
     def attend(batch, cache, queries, keys, values):
-        work = plan_attention(batch, 4, AttentionWork.zeros(1, SHAPE.tokens))
-        return tpu_paged.paged_attention(
+        kernel = TpuAttention(SHAPE.attention)
+        work = kernel.plan(batch, 4, AttentionWork.zeros(1, SHAPE.tokens))
+        return kernel(
             queries, write_pages(cache, keys, values, batch), batch, work,
             query_block=4, scale=SHAPE.scale, **options.arguments(SHAPE.heads),
         )  # fmt: skip
@@ -147,6 +150,15 @@ def test_a_table_too_large_for_scalar_memory_is_read_by_xla(caplog: Any) -> None
     assert "a table of 3 x 4 pages is too large" in caplog.text
 
 
+def test_what_the_kernel_does_not_use_is_not_planned() -> None:
+    """Its rows it walks itself; XLA's attention, where it stands in, needs the work items."""
+    batch = case_of(SHAPE, [1, 7], [30, 0], 3).batch
+    empty, kernel = AttentionWork.zeros(1, SHAPE.tokens), TpuAttention(SHAPE.attention)
+    assert kernel.plan(batch, 4, empty) is empty
+    with mock.patch.object(tpu_paged, "SCALAR_MEMORY", 3 * 128 * 4 - 1):
+        assert kernel.plan(batch, 4, empty).num_queries.tolist()[:3] == [1, 4, 3]
+
+
 @pytest.mark.parametrize("options", [PLAIN, Options(window=5, with_sinks=True)])
 def test_xla_reads_both_layouts_alike(options: Options) -> None:
     case = case_of(SHAPE, [1, 7], [30, 9], 4, layer=1)
@@ -154,7 +166,7 @@ def test_xla_reads_both_layouts_alike(options: Options) -> None:
     @jax.jit
     def attend(batch, cache, queries, keys, values):
         work = plan_attention(batch, 4, AttentionWork.zeros(1, SHAPE.tokens))
-        return paged.paged_attention(
+        return XlaAttention(SHAPE.attention)(
             queries, write_pages(cache, keys, values, batch), batch, work,
             query_block=4, scale=SHAPE.scale, **options.arguments(SHAPE.heads),
         )  # fmt: skip
@@ -181,7 +193,9 @@ def test_xla_reads_both_layouts_alike(options: Options) -> None:
 def test_unsupported(
     head_dim: int, kv_heads: int, dtype: Any, sinks: bool, reason: str | None
 ) -> None:
-    found = tpu_paged.unsupported(head_dim, kv_heads, dtype, sinks)
+    found = TpuAttention.unsupported(
+        AttentionShape(2 * kv_heads, kv_heads, head_dim, dtype, sinks=sinks)
+    )
     assert found is None if reason is None else reason in str(found)
 
 
