@@ -21,7 +21,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from tbo_jax.attention.kernel import AttentionKernel, AttentionLoad, AttentionShape
+from tbo_jax.attention.kernel import (
+    AttentionKernel,
+    AttentionLoad,
+    AttentionShape,
+    visible_keys,
+    written_keys,
+)
 from tbo_jax.attention.work import num_work_items
 
 KEY_BLOCK, KEY_BYTES = 64, 2**14  # keys of one turn of the loop, and bytes of them, at most
@@ -80,6 +86,9 @@ class GpuAttention(AttentionKernel):
         rows = max(SMALLEST_ROWS, _power_of_two(share * query_block))
         features = _power_of_two(value_dim)
         most = (LATENT_KEY_BYTES if latent else KEY_BYTES) // cache.pages[0].dtype.itemsize
+        limits = visible_keys(batch)
+        if len(limits) == 2:
+            limits = *limits, written_keys(batch, work, items)
         kernel = functools.partial(
             _kernel,
             rows=rows,
@@ -93,6 +102,7 @@ class GpuAttention(AttentionKernel):
             window=context + 1 if sliding_window is None else sliding_window,
             soft_cap=soft_cap,
             splits=splits,
+            limits=len(limits),
         )
         # Parts are kept in float32 until they are joined; a whole is not.
         dtype = jnp.dtype(jnp.float32) if splits > 1 else queries.dtype
@@ -118,6 +128,7 @@ class GpuAttention(AttentionKernel):
             batch.page_table,
             jnp.full(heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
             queries,
+            *limits,
             *cache.pages,
         )
         joined = out[0] if splits == 1 else _join(out, top, total).astype(queries.dtype)
@@ -149,11 +160,15 @@ def _join(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
 def _kernel(
     first_page, row_ref, first_token, num_queries, first_position, table, sinks, q_ref, *refs,
     rows, key_block, value_dim, kv_heads, group, share, page_size, scale, window, soft_cap, splits,
+    limits=0,
 ):  # fmt: skip
     """One work item, `share` of the heads of one key/value head, one part of the context.
 
     Sizes of blocks are powers of two, which is all that Triton has; what is too much is masked.
+    `refs` begin with what `mask_offsets` say: the first key of each token, or with `limits` of 3
+    also the last, and the end of what each item may see.
     """
+    limit_refs, refs = refs[:limits], refs[limits:]
     *pages, out_ref, top_ref, total_ref = refs
     parts = -(-group // share)
     item, kv_head = pl.program_id(0) // (kv_heads * parts), pl.program_id(0) // parts % kv_heads
@@ -190,6 +205,13 @@ def _kernel(
         queries = [read_queries(span) for span in spans]
         position = base + query
         end = base + count  # of the keys that any of the queries sees
+        highest, lowest = position, None
+        if limits:
+            lowest = plgpu.load(limit_refs[0].at[token[:, 0]], mask=live, other=0)
+        if limits == 3:
+            end = limit_refs[2][item]
+            last = plgpu.load(limit_refs[1].at[token[:, 0]], mask=live, other=0)
+            highest = jnp.minimum(last, end - 1)
         begin = jnp.maximum(base - window + 1, 0) // key_block
         per_part = -(-(-(-end // key_block) - begin) // splits)
         start = begin + part * per_part
@@ -217,7 +239,9 @@ def _kernel(
             scores = sum(products[1:], products[0]) * scale
             if soft_cap is not None:
                 scores = soft_cap * _tanh(scores / soft_cap)
-            seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+            seen = (key[None, :] <= highest[:, None]) & (key[None, :] > position[:, None] - window)
+            if lowest is not None:
+                seen &= key[None, :] >= lowest[:, None]
             scores = jnp.where(seen & live[:, None], scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(1))
             safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # no inf - inf

@@ -28,6 +28,7 @@ class AttentionShape:
     dtype: Any
     value_dim: int | None = None  # V of latent pages: the elements of a key that are its value
     sinks: bool = False  # whether every head has one
+    masked: bool = False  # whether batches have `mask_offsets`
 
     @property
     def latent(self) -> bool:
@@ -48,6 +49,23 @@ class AttentionShape:
     def value_elements(self) -> int:
         """V, elements of a head of the result."""
         return self.head_dim if self.value_dim is None else self.value_dim
+
+
+def visible_keys(batch: ForwardBatch) -> tuple[jax.Array, ...]:
+    """What `mask_offsets` say: nothing, or of each token the first key [T], or first and last."""
+    if batch.mask_offsets is None:
+        return ()
+    if batch.mask_offsets.shape[-1] == batch.token_capacity:
+        return (batch.mask_offsets,)
+    first, last = batch.mask_offsets.reshape(-1, 2).T
+    return first, last
+
+
+def written_keys(batch: ForwardBatch, work: AttentionWork, items: int) -> jax.Array:
+    """[items] int32: the keys of each work item's sequence that are in the cache; 0 if unused."""
+    row = work.row[:items]
+    ends = batch.context_lens[row] + batch.query_lens[row]
+    return jnp.where(work.num_queries[:items] > 0, ends, 0)
 
 
 @dataclass(frozen=True)
@@ -105,7 +123,8 @@ class AttentionKernel(abc.ABC):
             queries: [T, N, H] of the shape's dtype.
             cache: pages of this kernel's layout that hold the keys and values of this step's tokens
                 already.
-            batch, work: the batch and what `plan` made of it for `query_block` queries each.
+            batch, work: the batch and what `plan` made of it for `query_block` queries each. Its
+                `mask_offsets` say which keys a token sees; without, those up to its own.
             query_block: queries of a sequence that are computed together.
             scale: factor of the scores.
             sliding_window: a token sees itself and the `sliding_window - 1` keys before it.

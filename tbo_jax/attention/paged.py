@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tbo_jax.attention.cache import LayerCache
-from tbo_jax.attention.kernel import AttentionKernel, AttentionShape
+from tbo_jax.attention.kernel import AttentionKernel, AttentionShape, visible_keys, written_keys
 from tbo_jax.attention.work import num_work_items
 from tbo_jax.overlap.batch import ForwardBatch
 
@@ -94,7 +94,14 @@ class XlaAttention(AttentionKernel):
         block = pages_per_block * page_size
         spare = -batch.page_table.shape[1] % pages_per_block
         table = jnp.pad(batch.page_table, ((0, 0), (0, spare)))[row] + cache.first_page
+        highest = position
         key_end = jnp.where(num_queries > 0, first_position + num_queries, 0)  # [W]
+        first, *last = visible_keys(batch) or (None,)
+        if first is not None:
+            lowest = jnp.maximum(lowest, first[source] - 1)
+        if last:  # also keys after the item's own
+            key_end = written_keys(batch, work, items)
+            highest = jnp.minimum(last[0][source], key_end[:, None] - 1)
         num_blocks = jnp.minimum(-(-key_end.max() // block), table.shape[1] // pages_per_block)
 
         def read(index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -118,7 +125,7 @@ class XlaAttention(AttentionKernel):
             scores *= scale
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
-            seen = live[:, :, None] & (key_position <= position[:, :, None])
+            seen = live[:, :, None] & (key_position <= highest[:, :, None])
             seen &= key_position > lowest[:, :, None]
             seen = jnp.broadcast_to(
                 seen[:, None, None], (items, 1, group, query_block, block)

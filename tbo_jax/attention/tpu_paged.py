@@ -52,6 +52,8 @@ class TpuAttention(AttentionKernel):
             return (
                 f"{shape.kv_heads} key/value heads do not fill tiles: 1, 2, 4 or a multiple of 8 do"
             )
+        if shape.masked:
+            return "it takes no mask offsets"
         if shape.sinks:  # nor could they be put in afterwards: it keeps its sums to itself
             return "it takes no sinks"
         return None
@@ -77,6 +79,8 @@ class TpuAttention(AttentionKernel):
     ):  # fmt: skip
         if sinks is not None:
             raise ValueError("sinks are not supported by the TPU kernel: expected None")
+        if batch.mask_offsets is not None:
+            raise ValueError("mask_offsets are not supported by the TPU kernel: expected None")
         if not _fits_scalar_memory(batch):
             _warn(*batch.page_table.shape)
             return XlaAttention(self.shape)(

@@ -119,12 +119,21 @@ class ForwardBatch:
     # Of the model's dtype: taken for tokens with the model's image_token_id in place of their entry
     # in the embedding table.
     inputs_embeds: Array | None = batch_field(SplitRule.TOKEN_ROW, shape="[T, D]", default=None)
-    # int32: first (and last) key that a token may see
+    # int32, in place of causal attention. [T]: the first key that a token may see; the last is its
+    # own. [2T]: a first and a last key for each token, as for runs of image tokens that attend both
+    # ways. A key is told by its place in its sequence, cached tokens included; both ends count. A
+    # token sees the keys from first to last that are in the cache by then, those of its own
+    # micro-batch included, and none if there are none: its result is then zero. A sliding window
+    # bounds the keys before the token further.
     mask_offsets: Array | None = batch_field(
         SplitRule.TOKEN, shape="[T] or [2T]", integer=True, default=None
     )
-    # a rotary table of its own for each sequence
-    rotary_tables: Array | None = batch_field(SplitRule.SEQUENCE, default=None)
+    # float32, a rotary table of its own for each sequence, in place of the model's: the cosine and
+    # the sine that turn the F = dim / 2 pairs of a head at each of L positions (`apply_rotary`).
+    # `positions` [T] choose among them.
+    rotary_tables: Array | None = batch_field(
+        SplitRule.SEQUENCE, shape="[B, 2, L, F]", default=None
+    )
 
     @property
     def token_capacity(self) -> int:

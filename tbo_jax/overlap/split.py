@@ -28,6 +28,7 @@ def split_batch_decoder_layers(
     cut: int | Sequence[int] | jax.Array | None = None,
     *,
     capacity: int | None = None,
+    keep_spans: bool = False,
 ) -> tuple[Batch, ...]:
     """Cut a batch of n live tokens into micro-batches of sizes that differ by at most one.
 
@@ -47,7 +48,10 @@ def split_batch_decoder_layers(
             micro-batch, or K - 1 of them, non-decreasing, each in [0, n]. Not together with
             `image_token_id`.
         capacity: static number of token slots C of each micro-batch. Default: ceil(T / K), or T
-            when the cut can lie anywhere (`image_token_id` or `cut` given).
+            when the cut can lie anywhere (`image_token_id`, `keep_spans` or `cut` given).
+        keep_spans: never cut between a token and a later one that it may see, as `mask_offsets`
+            [2T] say; for the rest as with `image_token_id`. Else the keys that come in a later
+            micro-batch are not seen.
 
     Returns:
         K batches of the same class with C token slots and min(B, C) rows.
@@ -65,13 +69,16 @@ def split_batch_decoder_layers(
         image_token_id = whole_number("image_token_id", image_token_id, 0)
         if image_token_id > np.iinfo(np.int32).max:
             raise ValueError(f"image_token_id must be an int32, got {image_token_id}")
+    if not isinstance(keep_spans, bool):
+        raise ValueError(f"keep_spans must be True or False, got {keep_spans!r}")
     batch.check_shapes()
     _check_counts(batch)
-    if cut is not None and image_token_id is not None:
-        raise ValueError("give cut or image_token_id, not both: a given cut is taken as it is")
+    for name, given in {"image_token_id": image_token_id, "keep_spans": keep_spans or None}.items():
+        if cut is not None and given is not None:
+            raise ValueError(f"give cut or {name}, not both: a given cut is taken as it is")
     tokens = batch.token_capacity
     balanced = -(-tokens // num_micro_batches)
-    free = cut is not None or image_token_id is not None
+    free = cut is not None or image_token_id is not None or keep_spans
     if capacity is None:
         capacity = tokens if free else balanced
     elif not free and whole_number("capacity", capacity, 1) < balanced:
@@ -82,8 +89,13 @@ def split_batch_decoder_layers(
     capacity = whole_number("capacity", capacity, 1)
     if cut is not None:
         inner = _given_cuts(cut, num_micro_batches)
-    elif image_token_id is not None:
-        inner = _image_cuts(batch, num_micro_batches, image_token_id)
+    elif free:
+        inside = jnp.zeros(tokens, bool)
+        if image_token_id is not None:
+            inside |= _inside_images(batch, image_token_id)
+        if keep_spans:
+            inside |= _inside_spans(batch)
+        inner = _cuts_outside(batch, num_micro_batches, inside)
     else:
         inner = _balanced_cuts(batch.num_tokens, num_micro_batches)
     end = jnp.asarray(batch.num_tokens, jnp.int32)[None]
@@ -168,12 +180,34 @@ def _given_cuts(cut, count: int) -> jax.Array:
     return cuts
 
 
-def _image_cuts(batch: ForwardBatch, count: int, image_token_id: int) -> jax.Array:
-    position = jnp.arange(batch.token_capacity, dtype=jnp.int32)
+def _inside_images(batch: ForwardBatch, image_token_id: int) -> jax.Array:
+    """[T] bool: whether a cut before a token would cut a run of image tokens."""
     ids, rows = jnp.asarray(batch.token_ids), jnp.asarray(batch.sequence_ids)
     image = ids == image_token_id
     inside = image[1:] & image[:-1] & (rows[1:] == rows[:-1])
-    inside = jnp.concatenate([jnp.zeros(1, bool), inside])
+    return jnp.concatenate([jnp.zeros(1, bool), inside])
+
+
+def _inside_spans(batch: ForwardBatch) -> jax.Array:
+    """[T] bool: whether a token before a cut there may see one after it."""
+    slots = batch.token_capacity
+    if batch.mask_offsets is None or batch.mask_offsets.shape[-1] != 2 * slots:
+        found = None if batch.mask_offsets is None else batch.mask_offsets.shape
+        raise ValueError(f"keep_spans needs mask_offsets [2T] for T = {slots}, got shape {found}")
+    token = jnp.arange(slots, dtype=jnp.int32)
+    live = token < batch.num_tokens
+    row = jnp.where(live, jnp.asarray(batch.sequence_ids), 0)
+    starts = jnp.asarray(batch.cu_query_lens)
+    place = jnp.asarray(batch.context_lens)[row] + token - starts[row]
+    last = jnp.asarray(batch.mask_offsets).reshape(slots, 2)[:, 1]
+    seen = jnp.minimum(token + jnp.maximum(last - place, 0), starts[row + 1] - 1)
+    furthest = jax.lax.cummax(jnp.where(live, seen, 0))
+    return jnp.concatenate([jnp.zeros(1, bool), furthest[:-1] >= token[1:]])
+
+
+def _cuts_outside(batch: ForwardBatch, count: int, inside: jax.Array) -> jax.Array:
+    """[K - 1] cuts, each the nearest to its ideal place where `inside` [T] is false."""
+    position = jnp.arange(batch.token_capacity, dtype=jnp.int32)
     admissible = (position > 0) & (position < batch.num_tokens) & ~inside
     ideal = _balanced_cuts(batch.num_tokens, count)
     distance = jnp.abs(position[None, :] - ideal[:, None])

@@ -38,8 +38,11 @@ class Kernels:
     experts: Callable[..., jax.Array] = experts.apply_experts
 
 
-def attention_shape(config: DecoderConfig) -> AttentionShape:
-    """The attention of a model, or of what a device has of it (`DecoderConfig.of_device`)."""
+def attention_shape(config: DecoderConfig, masked: bool = False) -> AttentionShape:
+    """The attention of a model, or of what a device has of it (`DecoderConfig.of_device`).
+
+    `masked` says whether batches have `mask_offsets`.
+    """
     return AttentionShape(
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
@@ -47,12 +50,13 @@ def attention_shape(config: DecoderConfig) -> AttentionShape:
         dtype=config.dtype,
         value_dim=None if config.latent is None else config.value_dim,
         sinks=config.attention_sinks,
+        masked=masked,
     )
 
 
-def choose_kernels(device: Any, config: DecoderConfig) -> Kernels:
+def choose_kernels(device: Any, config: DecoderConfig, masked: bool = False) -> Kernels:
     """The kernels for a model on devices like `device`, which need not be there."""
-    platform, shape = _platform(device), attention_shape(config)
+    platform, shape = _platform(device), attention_shape(config, masked)
     attention: type[AttentionKernel] = ATTENTION.get(platform, XlaAttention)
     if not _takes("attention", platform, attention.unsupported(shape, device)):
         attention = XlaAttention

@@ -22,7 +22,7 @@ from tbo_jax.attention.kernel import AttentionShape
 from tbo_jax.attention.paged import write_pages
 from tbo_jax.attention.work import AttentionWork
 from tests.attention import ragged
-from tests.attention.ragged import Case, Shape, case_of, mixes, reference
+from tests.attention.ragged import Case, Shape, case_of, mixes, reference, with_mask
 from tests.gpu_lowering import lower_for_gpu
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -38,7 +38,7 @@ class Options(ragged.Options):
 
 
 @cache
-def compiled(shape: Shape, options: Options) -> Any:
+def compiled(shape: Shape, options: Options, entries: int = 0) -> Any:
     """One layer's write and read: batch, cache, queries, keys, values -> output."""
 
     def attend(batch, cache, queries, keys, values):
@@ -56,6 +56,7 @@ def compiled(shape: Shape, options: Options) -> Any:
         )
 
     case = case_of(shape, [], [], 0)
+    case = with_mask(case, entries, 0) if entries else case
     least = shape.longest // options.splits
     many = dict(PROGRAMS=10**6, LATENT_PROGRAMS=10**6)
     with mock.patch.multiple(gpu_paged, **many, LEAST_KEYS=least):
@@ -66,8 +67,8 @@ def compiled(shape: Shape, options: Options) -> Any:
         )
 
 
-def check(case: Case, options: Options) -> None:
-    run = compiled(case.shape, options)
+def check(case: Case, options: Options, entries: int = 0) -> None:
+    run = compiled(case.shape, options, entries)
     out = run(case.batch, case.cache, case.queries, case.keys, case.values)
     assert out.dtype == case.shape.dtype
     found, count = np.asarray(out).astype(np.float32), len(case.slots)
@@ -128,6 +129,21 @@ def test_ragged_batches_equal_the_full_softmax(
     lengths, contexts = data.draw(mixes(SHAPES[shape]))
     seed, layer = data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0, 1]))
     check(case_of(SHAPES[shape], lengths, contexts, seed, layer), OPTIONS[options])
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "entries"),
+    [
+        ("group 2", "blocks of queries", 2),
+        ("group 3", "split window, sinks", 2),
+        ("latent", "split blocks", 2),
+        ("group 1", "window", 1),
+    ],
+)
+def test_mask_offsets_say_what_a_token_sees(shape: str, options: str, entries: int) -> None:
+    for seed, mix in enumerate([([1, 7, 3], [100, 64, 0]), ([12], [50]), ([2, 0, 9], [0, 3, 70])]):
+        case = case_of(SHAPES[shape], *mix, seed, layer=seed % 2)
+        check(with_mask(case, entries, seed), OPTIONS[options], entries)
 
 
 @pytest.mark.parametrize(("shape", "options"), PAIRS)
@@ -200,7 +216,15 @@ def test_latent_attention_lowers_for_a_gpu(heads: int, dtype: Any) -> None:
     lower_for_gpu(*abstract_call(shape, GpuAttention(shape.attention).query_block))
 
 
-def abstract_call(shape: Shape, query_block: int, pages: int | None = None) -> tuple[Any, Any]:
+@pytest.mark.parametrize("entries", [1, 2])
+def test_mask_offsets_lower_for_a_gpu(entries: int) -> None:
+    shape = Shape(16, 2, 128, jnp.bfloat16, pages_per_row=4, **SMALL)
+    lower_for_gpu(*abstract_call(shape, 8, entries=entries))
+
+
+def abstract_call(
+    shape: Shape, query_block: int, pages: int | None = None, entries: int = 0
+) -> tuple[Any, Any]:
     """A call of the kernel, with shapes for arguments."""
     one = jax.ShapeDtypeStruct(
         (pages or shape.pages, shape.page_size, shape.kv_heads * shape.head_dim), shape.dtype
@@ -209,6 +233,7 @@ def abstract_call(shape: Shape, query_block: int, pages: int | None = None) -> t
         [], [], [],
         token_capacity=shape.tokens, sequence_capacity=shape.rows,
         pages_per_sequence=shape.pages_per_row,
+        mask_offsets=np.zeros(entries * shape.tokens, np.int32) if entries else None,
     )  # fmt: skip
     arguments = (
         jax.ShapeDtypeStruct((shape.tokens, shape.heads, shape.head_dim), shape.dtype),

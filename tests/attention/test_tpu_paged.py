@@ -22,7 +22,7 @@ from tbo_jax.attention.kernel import AttentionShape
 from tbo_jax.attention.paged import XlaAttention, write_pages
 from tbo_jax.attention.tpu_paged import TpuAttention
 from tbo_jax.attention.work import AttentionWork, plan_attention
-from tests.attention.ragged import Case, Options, Shape, case_of, mixes, reference
+from tests.attention.ragged import Case, Options, Shape, case_of, mixes, reference, with_mask
 
 PLAIN = Options()
 SHAPE = Shape(8, 2, 128, jnp.bfloat16, page_size=16, pages_per_row=4, tokens=12, rows=3)
@@ -150,6 +150,16 @@ def test_a_table_too_large_for_scalar_memory_is_read_by_xla(caplog: Any) -> None
     assert "a table of 3 x 4 pages is too large" in caplog.text
 
 
+def test_mask_offsets_are_never_ignored() -> None:
+    case = with_mask(case_of(SHAPE, [1, 7], [30, 0], 3), 2, 0)
+    kernel = TpuAttention(SHAPE.attention)
+    with pytest.raises(ValueError, match="mask_offsets are not supported by the TPU kernel"):
+        kernel(
+            case.queries, case.cache, case.batch, AttentionWork.zeros(1, SHAPE.tokens),
+            query_block=4, scale=1.0,
+        )  # fmt: skip
+
+
 def test_what_the_kernel_does_not_use_is_not_planned() -> None:
     """Its rows it walks itself; XLA's attention, where it stands in, needs the work items."""
     batch = case_of(SHAPE, [1, 7], [30, 0], 3).batch
@@ -180,21 +190,23 @@ def test_xla_reads_both_layouts_alike(options: Options) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "kv_heads", "dtype", "sinks", "reason"),
+    ("head_dim", "kv_heads", "dtype", "more", "reason"),
     [
-        (128, 4, jnp.bfloat16, False, None),
-        (128, 16, jnp.bfloat16, False, None),
-        (128, 4, jnp.float32, False, "float32 would be rounded"),
-        (64, 4, jnp.bfloat16, False, "head size 64 is not 128"),
-        (128, 6, jnp.bfloat16, False, "6 key/value heads do not fill tiles"),
-        (128, 4, jnp.bfloat16, True, "it takes no sinks"),
+        (128, 4, jnp.bfloat16, {}, None),
+        (128, 16, jnp.bfloat16, {}, None),
+        (128, 4, jnp.float32, {}, "float32 would be rounded"),
+        (64, 4, jnp.bfloat16, {}, "head size 64 is not 128"),
+        (128, 6, jnp.bfloat16, {}, "6 key/value heads do not fill tiles"),
+        (128, 4, jnp.bfloat16, dict(sinks=True), "it takes no sinks"),
+        (128, 4, jnp.bfloat16, dict(masked=True), "it takes no mask offsets"),
+        (128, 1, jnp.bfloat16, dict(value_dim=64), "it takes no latent pages"),
     ],
 )
 def test_unsupported(
-    head_dim: int, kv_heads: int, dtype: Any, sinks: bool, reason: str | None
+    head_dim: int, kv_heads: int, dtype: Any, more: dict[str, Any], reason: str | None
 ) -> None:
     found = TpuAttention.unsupported(
-        AttentionShape(2 * kv_heads, kv_heads, head_dim, dtype, sinks=sinks)
+        AttentionShape(2 * kv_heads, kv_heads, head_dim, dtype, **more)
     )
     assert found is None if reason is None else reason in str(found)
 

@@ -335,6 +335,83 @@ def test_nearest_admissible_cut(tokens: list[list[int]], sizes: list[int]) -> No
     check(ragged, batch, parts)
 
 
+# Spans of `mask_offsets`
+
+
+def reference_span_cut(ragged: Ragged, spans: np.ndarray, ideal: int) -> int:
+    """The nearest cut with no token before it that may see one of its sequence behind it."""
+    places = [
+        (row, context + number)
+        for row, (ids, context) in enumerate(zip(ragged.tokens, ragged.contexts, strict=True))
+        for number in range(len(ids))
+    ]
+    admissible = [
+        cut
+        for cut in range(1, len(places))
+        if not any(
+            places[before][0] == places[behind][0] and places[behind][1] <= spans[before, 1]
+            for before in range(cut)
+            for behind in range(cut, len(places))
+        )
+    ]
+    return min(admissible, key=lambda cut: (abs(cut - ideal), cut), default=0)
+
+
+by_spans = jax.jit(partial(split_batch_decoder_layers, keep_spans=True))
+by_spans_and_image = jax.jit(
+    partial(split_batch_decoder_layers, keep_spans=True, image_token_id=IMAGE)
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(ragged_batches(), st.integers(0, 99))
+@example(ragged_of([TOKENS]), 0)
+@example(ragged_of([9, 9]), 1)
+def test_spans_are_never_cut(ragged: Ragged, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    spans = rng.integers(-5, 999, (TOKENS, 2)).astype(np.int32)
+    token = 0
+    for ids, context in zip(ragged.tokens, ragged.contexts, strict=True):
+        for place in range(context, context + len(ids)):
+            reach = rng.choice([-3, 0, 0, 0, 1, 2, 6, 500], p=[0.1, *[0.25] * 3, *[0.0375] * 4])
+            spans[token, 1] = place + reach
+            token += 1
+    batch = dataclasses.replace(batch_of(ragged), mask_offsets=spans.reshape(-1))
+    total = ragged.count
+    parts = by_spans(batch)
+    check(ragged, batch, parts)
+    ideal = -(-total // 2) if total > 1 else 0
+    cut = reference_span_cut(ragged, spans, ideal) if ideal else 0
+    assert sizes_of(parts) == [cut, total - cut]
+    assert_same(by_spans(with_garbage(batch, seed)), parts)
+
+
+def test_images_and_spans_both_stay_whole() -> None:
+    ragged = Ragged(((1, IMAGE, IMAGE, 1, 1, 1, 1, 1),), (0,))
+    last = np.arange(TOKENS)
+    last[3:6] = 5  # with the image before it no cut from 2 to 5 but 3
+    spans = np.stack([0 * last, last], 1).astype(np.int32)
+    batch = dataclasses.replace(batch_of(ragged), mask_offsets=spans.reshape(-1))
+    assert sizes_of(by_spans_and_image(batch)) == [3, 5]
+    last[1:6] = 5
+    spans[:, 1] = last
+    batch = dataclasses.replace(batch, mask_offsets=spans.reshape(-1))
+    assert sizes_of(by_spans_and_image(batch)) == [6, 2]
+
+
+def test_spans_are_needed_to_keep_them() -> None:
+    for offsets, shape in ((None, "None"), (np.zeros(TOKENS, np.int32), r"\(23,\)")):
+        batch = dataclasses.replace(SMALL, mask_offsets=offsets)
+        with pytest.raises(
+            ValueError, match=rf"needs mask_offsets \[2T\] for T = 23, got shape {shape}"
+        ):
+            split_batch_decoder_layers(batch, keep_spans=True)
+    with pytest.raises(ValueError, match="keep_spans must be True or False, got 1"):
+        split_batch_decoder_layers(SMALL, keep_spans=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give cut or keep_spans, not both"):
+        split_batch_decoder_layers(SMALL, keep_spans=True, cut=3)
+
+
 # Given cuts
 
 

@@ -131,6 +131,23 @@ def test_on_tpu(
         assert reason in record.getMessage()
 
 
+def test_batches_with_mask_offsets(caplog: Any) -> None:
+    """The GPU kernel reads them; on TPU XLA does, with one warning that names them."""
+    with caplog.at_level(logging.WARNING, "tbo_jax.step.kernels"):
+        on_gpu, on_cpu, on_tpu, _ = (
+            choose_kernels(device(platform), SPARSE, masked=True).attention
+            for platform in ("cuda", "cpu", "tpu", "tpu")
+        )
+    shape = attention_shape(SPARSE, masked=True)
+    assert (on_gpu, on_cpu, on_tpu) == (
+        GpuAttention(shape),
+        XlaAttention(shape),
+        XlaAttention(shape),
+    )
+    (record,) = caplog.records
+    assert "TPU kernel for attention is not used: it takes no mask offsets" in record.getMessage()
+
+
 LATENT = read_shape("deepseek-v3", 1)
 
 
