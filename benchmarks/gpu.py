@@ -56,11 +56,12 @@ from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.models import find_architecture
 from tbo_jax.models.hf_config import HfConfig
-from tbo_jax.moe import experts, gpu_experts
 from tbo_jax.moe.expert_weights import ExpertWeights
+from tbo_jax.moe.experts import apply_experts
+from tbo_jax.moe.gpu_experts import GpuExperts
 from tbo_jax.parallel.sharding import make_mesh, parameter_spec
 from tbo_jax.schedule.model_step import abstract_model, last_layers, read_shape
-from tbo_jax.step.kernels import attention_shape
+from tbo_jax.step.kernels import attention_shape, expert_shape
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket, CacheConfig
 
@@ -263,9 +264,9 @@ def expert_kernels(bench: Bench) -> list[Row]:
         gate_up = bench.random(count, hidden, 2 * width, scale=hidden**-0.5)
         down = bench.random(count, width, hidden, scale=2 * width**-0.5)
         operands = jnp.asarray(ids), weights, ExpertWeights(gate_up, down)
-        ours = functools.partial(gpu_experts.apply_experts, interpret=bench.interpret)
+        ours = GpuExperts(expert_shape(config), interpret=bench.interpret)
         x = bench.random(rows, hidden)
-        error = check(jax.jit(ours)(x, *operands), jax.jit(experts.apply_experts)(x, *operands))
+        error = check(jax.jit(ours)(x, *operands), jax.jit(apply_experts)(x, *operands))
         seconds = bench.loop(lambda i, x, *rest, ours=ours: ours(x, *rest), x, *operands)
         used = len(np.unique(ids))
         flops = 6 * rows * top_k * hidden * width

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import jax
 
 from tbo_jax.attention.gpu_paged import GpuAttention
 from tbo_jax.attention.kernel import AttentionKernel, AttentionShape
 from tbo_jax.attention.paged import XlaAttention
 from tbo_jax.attention.tpu_paged import TpuAttention
 from tbo_jax.layers.config import DecoderConfig
-from tbo_jax.moe import experts, gpu_experts, tpu_experts
+from tbo_jax.moe.experts import XlaExperts
+from tbo_jax.moe.gpu_experts import GpuExperts
+from tbo_jax.moe.kernel import ExpertKernel, ExpertShape
+from tbo_jax.moe.tpu_experts import TpuExperts
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ OLDEST_GPU = 8.0  # compute capability: bfloat16 tensor cores
 
 # By platform: "gpu" is one of NVIDIA from Ampere on.
 ATTENTION: Mapping[str, type[AttentionKernel]] = {"gpu": GpuAttention, "tpu": TpuAttention}
-EXPERTS: Mapping[str, Any] = {"gpu": gpu_experts, "tpu": tpu_experts}  # modules
+EXPERTS: Mapping[str, type[ExpertKernel]] = {"gpu": GpuExperts, "tpu": TpuExperts}
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Kernels:
     """The kernels of a program."""
 
     attention: AttentionKernel
-    experts: Callable[..., jax.Array] = experts.apply_experts
+    experts: ExpertKernel
 
 
 def attention_shape(config: DecoderConfig, masked: bool = False) -> AttentionShape:
@@ -54,22 +55,24 @@ def attention_shape(config: DecoderConfig, masked: bool = False) -> AttentionSha
     )
 
 
+def expert_shape(config: DecoderConfig) -> ExpertShape:
+    """The experts of a model."""
+    return ExpertShape(config.hidden_size, config.expert_intermediate_size, config.dtype)
+
+
 def choose_kernels(device: Any, config: DecoderConfig, masked: bool = False) -> Kernels:
     """The kernels for a model on devices like `device`, which need not be there."""
     platform, shape = _platform(device), attention_shape(config, masked)
     attention: type[AttentionKernel] = ATTENTION.get(platform, XlaAttention)
     if not _takes("attention", platform, attention.unsupported(shape, device)):
         attention = XlaAttention
-    return Kernels(attention(shape), _choose_experts(platform, config))
-
-
-def _choose_experts(platform: str, config: DecoderConfig) -> Callable[..., jax.Array]:
-    kernel = EXPERTS.get(platform)
-    if config.num_experts and kernel is not None:
-        shape = config.hidden_size, config.expert_intermediate_size, config.dtype
-        if _takes("experts", platform, kernel.unsupported(*shape)):
-            return kernel.apply_experts
-    return experts.apply_experts
+    of_experts = expert_shape(config)
+    experts: type[ExpertKernel] = EXPERTS.get(platform, XlaExperts)
+    if config.num_experts and not _takes(
+        "experts", platform, experts.unsupported(of_experts, device)
+    ):
+        experts = XlaExperts
+    return Kernels(attention(shape), experts(of_experts))
 
 
 def _platform(device: Any) -> str:
