@@ -104,10 +104,11 @@ def run(runner, sequences, *, decoded, devices):
         orders = [chunks[rank:] + chunks[:rank] for rank in range(devices)]
         batches = [batch_of(bucket, order, pages, runner.inputs) for order in orders]
         logits, buffers = runner.step(bucket, buffers, stack_batches(batches))
+        logits = np.asarray(logits)
         for rank, order in enumerate(orders):
             token = 0
             for i, _, start, stop in order:
-                found[rank][i].append(np.asarray(logits[rank, token : token + stop - start]))
+                found[rank][i].append(logits[rank, token : token + stop - start])
                 token += stop - start
     return [[np.concatenate(parts) for parts in of_rank] for of_rank in found]
 
