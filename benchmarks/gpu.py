@@ -44,9 +44,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tbo_jax import OverlapConfig
-from tbo_jax.attention import gpu_paged, paged
 from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.attention.cache import LayerCache, page_shapes
+from tbo_jax.attention.gpu_paged import GpuAttention
+from tbo_jax.attention.paged import XlaAttention
 from tbo_jax.attention.work import AttentionWork, plan_attention
 from tbo_jax.checkpoint.save import save_model
 from tbo_jax.engine.auto.trial import full_batch
@@ -55,10 +56,12 @@ from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.models import find_architecture
 from tbo_jax.models.hf_config import HfConfig
-from tbo_jax.moe import experts, gpu_experts
 from tbo_jax.moe.expert_weights import ExpertWeights
+from tbo_jax.moe.experts import apply_experts
+from tbo_jax.moe.gpu_experts import GpuExperts
 from tbo_jax.parallel.sharding import make_mesh, parameter_spec
 from tbo_jax.schedule.model_step import abstract_model, last_layers, read_shape
+from tbo_jax.step.kernels import attention_shape, expert_shape
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket, CacheConfig
 
@@ -219,19 +222,16 @@ def attention(bench: Bench) -> list[Row]:
         layout = "separate" if config.latent is None else "latent"
         of_page = page_shapes(layout, page_size, kv_heads, size)
         cache = tuple(bench.random(layers * pages, *shape) for shape in of_page)
-        latent = {} if config.latent is None else {"value_dim": config.value_dim}
 
-        def attend(
-            i, queries, cache, batch, work, kernel, pages=pages, layers=layers, latent=latent
-        ):
+        def attend(i, queries, cache, batch, work, kernel, pages=pages, layers=layers):
             view = LayerCache(cache, (i % layers) * pages)
-            return kernel(queries, view, batch, work, query_block=1, scale=scale, **latent)
+            return kernel(queries, view, batch, work, query_block=1, scale=scale)
 
-        ours = functools.partial(gpu_paged.paged_attention, interpret=bench.interpret)
+        ours = GpuAttention(attention_shape(config), interpret=bench.interpret)
         queries = bench.random(rows, heads, size)
         outs = [
             jax.jit(functools.partial(attend, kernel=kernel))(1, queries, cache, batch, work)
-            for kernel in (ours, paged.paged_attention)
+            for kernel in (ours, XlaAttention(ours.shape))
         ]
         error = check(*outs)
         timed = functools.partial(attend, kernel=ours)
@@ -264,9 +264,9 @@ def expert_kernels(bench: Bench) -> list[Row]:
         gate_up = bench.random(count, hidden, 2 * width, scale=hidden**-0.5)
         down = bench.random(count, width, hidden, scale=2 * width**-0.5)
         operands = jnp.asarray(ids), weights, ExpertWeights(gate_up, down)
-        ours = functools.partial(gpu_experts.apply_experts, interpret=bench.interpret)
+        ours = GpuExperts(expert_shape(config), interpret=bench.interpret)
         x = bench.random(rows, hidden)
-        error = check(jax.jit(ours)(x, *operands), jax.jit(experts.apply_experts)(x, *operands))
+        error = check(jax.jit(ours)(x, *operands), jax.jit(apply_experts)(x, *operands))
         seconds = bench.loop(lambda i, x, *rest, ours=ours: ours(x, *rest), x, *operands)
         used = len(np.unique(ids))
         flops = 6 * rows * top_k * hidden * width

@@ -24,7 +24,7 @@ def dense_causal_attention(
         length: tokens of each sequence.
         scale: factor of the scores.
         sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
-        soft_cap, sinks: see `paged.paged_attention`.
+        soft_cap, sinks: see `AttentionKernel`.
 
     Returns:
         [T, N, V].

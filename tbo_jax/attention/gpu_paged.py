@@ -13,15 +13,22 @@ two blocks, the one that is the value too and the rest, since Triton has powers 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from tbo_jax.attention.cache import LayerCache
-from tbo_jax.attention.work import AttentionWork, num_work_items
-from tbo_jax.overlap.batch import ForwardBatch
+from tbo_jax.attention.kernel import (
+    AttentionKernel,
+    AttentionLoad,
+    AttentionShape,
+    visible_keys,
+    written_keys,
+)
+from tbo_jax.attention.work import num_work_items
 
 KEY_BLOCK, KEY_BYTES = 64, 2**14  # keys of one turn of the loop, and bytes of them, at most
 LATENT_KEY_BYTES = 2**15  # the same where keys are values too
@@ -30,120 +37,112 @@ SMALLEST_ROWS = 16  # tensor cores take 16 rows at least
 PROGRAMS = 512  # that a step should have: about four for each of an H100's multiprocessors
 LATENT_PROGRAMS = 256  # the same of latent attention, one of which fills a multiprocessor
 LEAST_KEYS = 512  # of a part, when a context is split
+# A program of latent attention takes 144 KiB of shared memory; these have 99 KiB for one.
+SMALL_GPUS = ("8.6", "8.9", "12.0", "12.1")
 NAME = "tbo_paged_attention"
 
 
-def unsupported(head_dim: int, value_dim: int | None = None) -> str | None:
-    """Why heads of this size cannot run here; None if they can.
+@dataclass(frozen=True)
+class GpuAttention(AttentionKernel):
+    """The kernel of this module; `interpret` runs it without a GPU, slowly."""
 
-    Args:
-        head_dim: elements of a key.
-        value_dim: with latent pages, how many of them are its value.
-    """
-    if value_dim is None:
-        if head_dim % 8 or not 16 <= head_dim <= 256:  # rows of keys begin at 16 bytes
-            return f"head size {head_dim} is no multiple of 8 from 16 to 256"
+    interpret: bool = False
+
+    @classmethod
+    def unsupported(cls, shape: AttentionShape, device: Any = None) -> str | None:
+        head_dim, value_dim = shape.head_dim, shape.value_dim
+        if value_dim is None:
+            if head_dim % 8 or not 16 <= head_dim <= 256:  # rows of keys begin at 16 bytes
+                return f"head size {head_dim} is no multiple of 8 from 16 to 256"
+            return None
+        if head_dim % 8 or not 16 <= value_dim <= 512 or not 16 <= head_dim - value_dim <= 128:
+            return (
+                f"latent keys of {value_dim} + {head_dim - value_dim} elements are not a multiple "
+                "of 8 of 16 to 512 + 16 to 128"
+            )
+        capability = getattr(device, "compute_capability", None)
+        if capability in SMALL_GPUS:
+            return f"compute capability {capability} has too little shared memory for latents"
         return None
-    if head_dim % 8 or not 16 <= value_dim <= 512 or not 16 <= head_dim - value_dim <= 128:
-        return (
-            f"latent keys of {value_dim} + {head_dim - value_dim} elements are not a multiple of 8 "
-            "of 16 to 512 + 16 to 128"
+
+    @property
+    def query_block(self) -> int:
+        return max(1, QUERY_ROWS // _power_of_two(self.shape.group))
+
+    def __call__(
+        self, queries, cache, batch, work, *, query_block, scale, sliding_window=None,
+        soft_cap=None, sinks=None,
+    ):  # fmt: skip
+        tokens, heads, head_dim = queries.shape
+        page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
+        latent, value_dim = self.shape.latent, self.shape.value_elements
+        group = heads // kv_heads
+        parts = -(-group // QUERY_ROWS)  # of the heads that share a key/value head
+        share = -(-group // parts)
+        items = num_work_items(batch, query_block)
+        programs = items * kv_heads * parts
+        context = batch.page_table.shape[1] * page_size
+        splits = num_splits(programs, context, LATENT_PROGRAMS if latent else PROGRAMS)
+        rows = max(SMALLEST_ROWS, _power_of_two(share * query_block))
+        features = _power_of_two(value_dim)
+        most = (LATENT_KEY_BYTES if latent else KEY_BYTES) // cache.pages[0].dtype.itemsize
+        limits = visible_keys(batch)
+        if len(limits) == 2:
+            limits = *limits, written_keys(batch, work, items)
+        kernel = functools.partial(
+            _kernel,
+            rows=rows,
+            key_block=min(KEY_BLOCK, most // features),
+            value_dim=value_dim,
+            kv_heads=kv_heads,
+            group=group,
+            share=share,
+            page_size=page_size,
+            scale=scale,
+            window=context + 1 if sliding_window is None else sliding_window,
+            soft_cap=soft_cap,
+            splits=splits,
+            limits=len(limits),
         )
-    return None
+        # Parts are kept in float32 until they are joined; a whole is not.
+        dtype = jnp.dtype(jnp.float32) if splits > 1 else queries.dtype
+        part = jax.ShapeDtypeStruct((splits, tokens, heads), jnp.float32)
+        out, top, total = pl.pallas_call(
+            kernel,
+            out_shape=(jax.ShapeDtypeStruct((*part.shape, value_dim), dtype), part, part),
+            # The heads of an item are neighbours: they read the same pages. Together with the
+            # items on the first axis, as CUDA ends the others at 65,535.
+            grid=(programs, splits),
+            # 64 rows of values of 512, or of float32, which has no tensor cores, do not fit the
+            # registers of 4 warps.
+            compiler_params=plgpu.CompilerParams(
+                num_warps=8 if rows > 32 and (queries.dtype == jnp.float32 or latent) else 4,
+                num_stages=2 if latent else 3,
+            ),
+            interpret=self.interpret,
+            name=NAME,
+        )(
+            jnp.asarray(cache.first_page, jnp.int32).reshape(1),
+            *(field[:items] for field in (work.row, work.first_token, work.num_queries)),
+            work.first_position[:items],
+            batch.page_table,
+            jnp.full(heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+            queries,
+            *limits,
+            *cache.pages,
+        )
+        joined = out[0] if splits == 1 else _join(out, top, total).astype(queries.dtype)
+        live = (jnp.arange(tokens) < batch.num_tokens)[:, None, None]
+        return jnp.where(live, joined, jnp.zeros_like(joined))
 
-
-def query_block(group: int) -> int:
-    """Queries of a work item that prefills, `group` heads of each to a key/value head."""
-    return max(1, QUERY_ROWS // _power_of_two(group))
-
-
-def paged_attention(
-    queries: jax.Array,
-    cache: LayerCache,
-    batch: ForwardBatch,
-    work: AttentionWork,
-    *,
-    query_block: int,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    value_dim: int | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """Causal attention of each token to its sequence's keys; see `paged.paged_attention`.
-
-    Args:
-        queries: [T, N, H].
-        cache: separate or latent pages that hold the keys and values of this step's tokens already.
-        batch, work: the batch and its work items of `query_block` queries each.
-        scale: factor of the scores.
-        sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
-        soft_cap: scores s become `cap * tanh(s / cap)` (Gemma 2).
-        sinks: [N], see `paged.paged_attention`.
-        value_dim: with latent pages V, the elements of a key that are its value; else V = H.
-        interpret: run without a GPU, slowly.
-
-    Returns:
-        [T, N, V]; rows of padding tokens are zero.
-    """
-    tokens, heads, head_dim = queries.shape
-    page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
-    latent = cache.layout == "latent"
-    value_dim = head_dim if value_dim is None else value_dim
-    group = heads // kv_heads
-    parts = -(-group // QUERY_ROWS)  # of the heads that share a key/value head
-    share = -(-group // parts)
-    items = num_work_items(batch, query_block)
-    programs = items * kv_heads * parts
-    context = batch.page_table.shape[1] * page_size
-    splits = num_splits(programs, context, LATENT_PROGRAMS if latent else PROGRAMS)
-    rows = max(SMALLEST_ROWS, _power_of_two(share * query_block))
-    features = _power_of_two(value_dim)
-    most = (LATENT_KEY_BYTES if latent else KEY_BYTES) // cache.pages[0].dtype.itemsize
-    kernel = functools.partial(
-        _kernel,
-        rows=rows,
-        key_block=min(KEY_BLOCK, most // features),
-        value_dim=value_dim,
-        kv_heads=kv_heads,
-        group=group,
-        share=share,
-        page_size=page_size,
-        scale=scale,
-        window=context + 1 if sliding_window is None else sliding_window,
-        soft_cap=soft_cap,
-        splits=splits,
-    )
-    # Parts are kept in float32 until they are joined; a whole is not.
-    dtype = jnp.dtype(jnp.float32) if splits > 1 else queries.dtype
-    part = jax.ShapeDtypeStruct((splits, tokens, heads), jnp.float32)
-    out, top, total = pl.pallas_call(
-        kernel,
-        out_shape=(jax.ShapeDtypeStruct((*part.shape, value_dim), dtype), part, part),
-        # The heads of an item are neighbours: they read the same pages. Together with the items on
-        # the first axis, as CUDA ends the others at 65,535.
-        grid=(programs, splits),
-        # 64 rows of values of 512, or of float32, which has no tensor cores, do not fit the
-        # registers of 4 warps.
-        compiler_params=plgpu.CompilerParams(
-            num_warps=8 if rows > 32 and (queries.dtype == jnp.float32 or latent) else 4,
-            num_stages=2 if latent else 3,
-        ),
-        interpret=interpret,
-        name=NAME,
-    )(
-        jnp.asarray(cache.first_page, jnp.int32).reshape(1),
-        *(field[:items] for field in (work.row, work.first_token, work.num_queries)),
-        work.first_position[:items],
-        batch.page_table,
-        jnp.full(heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
-        queries,
-        *cache.pages,
-    )
-    joined = out[0] if splits == 1 else _join(out, top, total).astype(queries.dtype)
-    live = (jnp.arange(tokens) < batch.num_tokens)[:, None, None]
-    return jnp.where(live, joined, jnp.zeros_like(joined))
+    def expected_work(self, load: AttentionLoad) -> dict[str, tuple[float, float]]:
+        shape, tokens, context = self.shape, load.tokens, load.seen
+        # A prompt's keys are read again by its next queries, from the L2 cache.
+        keys = tokens * context if load.decode else max(tokens, context)
+        pairs = tokens * context / (1 if load.decode else 2)  # of query and key
+        of_token = shape.heads * (shape.head_dim + shape.value_elements)
+        moved = keys * shape.cached_elements + tokens * of_token
+        return {NAME: (2.0 * pairs * of_token, float(moved * self._width))}
 
 
 def num_splits(programs: int, context: int, wanted: int) -> int:
@@ -161,11 +160,15 @@ def _join(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
 def _kernel(
     first_page, row_ref, first_token, num_queries, first_position, table, sinks, q_ref, *refs,
     rows, key_block, value_dim, kv_heads, group, share, page_size, scale, window, soft_cap, splits,
+    limits=0,
 ):  # fmt: skip
     """One work item, `share` of the heads of one key/value head, one part of the context.
 
     Sizes of blocks are powers of two, which is all that Triton has; what is too much is masked.
+    `refs` begin with what `mask_offsets` say: the first key of each token, or with `limits` of 3
+    also the last, and the end of what each item may see.
     """
+    limit_refs, refs = refs[:limits], refs[limits:]
     *pages, out_ref, top_ref, total_ref = refs
     parts = -(-group // share)
     item, kv_head = pl.program_id(0) // (kv_heads * parts), pl.program_id(0) // parts % kv_heads
@@ -202,6 +205,13 @@ def _kernel(
         queries = [read_queries(span) for span in spans]
         position = base + query
         end = base + count  # of the keys that any of the queries sees
+        highest, lowest = position, None
+        if limits:
+            lowest = plgpu.load(limit_refs[0].at[token[:, 0]], mask=live, other=0)
+        if limits == 3:
+            end = limit_refs[2][item]
+            last = plgpu.load(limit_refs[1].at[token[:, 0]], mask=live, other=0)
+            highest = jnp.minimum(last, end - 1)
         begin = jnp.maximum(base - window + 1, 0) // key_block
         per_part = -(-(-(-end // key_block) - begin) // splits)
         start = begin + part * per_part
@@ -229,7 +239,9 @@ def _kernel(
             scores = sum(products[1:], products[0]) * scale
             if soft_cap is not None:
                 scores = soft_cap * _tanh(scores / soft_cap)
-            seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+            seen = (key[None, :] <= highest[:, None]) & (key[None, :] > position[:, None] - window)
+            if lowest is not None:
+                seen &= key[None, :] >= lowest[:, None]
             scores = jnp.where(seen & live[:, None], scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(1))
             safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # no inf - inf
@@ -266,32 +278,3 @@ def _power_of_two(size: int) -> int:
 
 def _tanh(x: jax.Array) -> jax.Array:
     return 2 * jax.nn.sigmoid(2 * x) - 1
-
-
-def expected_work(
-    *,
-    tokens: int,
-    context: int,
-    decode: bool,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    value_dim: int,
-    cached: int,
-    width: int,
-) -> dict[str, tuple[float, float]]:
-    """Floating-point operations and bytes of the kernel, by its name, for the schedule report.
-
-    Args:
-        tokens: of the micro-batch.
-        context: tokens of each sequence; decode has a token of each, prefill all of them.
-        decode: which.
-        heads, kv_heads, head_dim, value_dim: shape of the attention.
-        cached: elements that the cache holds of a token, in one layer.
-        width: bytes of an element.
-    """
-    # A prompt's keys are read again by its next queries, from the L2 cache.
-    keys = tokens * context if decode else max(tokens, context)
-    pairs = tokens * context / (1 if decode else 2)  # of query and key
-    moved = keys * cached + tokens * heads * (head_dim + value_dim)
-    return {NAME: (2.0 * pairs * heads * (head_dim + value_dim), float(moved * width))}

@@ -8,11 +8,15 @@ bucket's, so short contexts cost little in a program compiled for long ones.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from tbo_jax.attention.cache import LayerCache
-from tbo_jax.attention.work import AttentionWork, num_work_items
+from tbo_jax.attention.kernel import AttentionKernel, AttentionShape, visible_keys, written_keys
+from tbo_jax.attention.work import num_work_items
 from tbo_jax.overlap.batch import ForwardBatch
 
 QUERY_BLOCK = 8  # queries of one sequence that a step that prefills computes together
@@ -52,115 +56,111 @@ def write_pages(cache: LayerCache, keys: jax.Array, values: jax.Array, batch: Fo
     return LayerCache(tuple(map(store, cache.pages, new)), cache.first_page)
 
 
-def paged_attention(
-    queries: jax.Array,
-    cache: LayerCache,
-    batch: ForwardBatch,
-    work: AttentionWork,
-    *,
-    query_block: int,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    value_dim: int | None = None,
-) -> jax.Array:
-    """Causal attention of each token to its sequence's keys, its own included.
+@dataclass(frozen=True)
+class XlaAttention(AttentionKernel):
+    """Attention that XLA compiles for any platform, shape and layout of the pages."""
 
-    Args:
-        queries: [T, N, H], N a multiple of the G key/value heads (grouped-query attention).
-        cache: pages that hold the keys and values of this step's tokens already.
-        batch, work: the batch and its work items for `query_block` queries each.
-        scale: factor of the scores.
-        sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
-        soft_cap: scores s become `cap * tanh(s / cap)` (Gemma 2).
-        sinks: [N], of each head a score that every softmax has one of beside those of the keys, and
-            that has no value (gpt-oss; Xiao et al. 2023 on what sinks do).
-        value_dim: with latent pages V, the elements of a key that are its value; else V = H.
+    @classmethod
+    def unsupported(cls, shape: AttentionShape, device: Any = None) -> str | None:
+        return None
 
-    Returns:
-        [T, N, V] in the dtype of `queries`; rows of padding tokens are zero.
-    """
-    tokens, heads, head_dim = queries.shape
-    value_dim = head_dim if value_dim is None else value_dim
-    page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
-    group = heads // kv_heads
-    items = num_work_items(batch, query_block)
-    row, first_token = work.row[:items], work.first_token[:items]
-    num_queries, first_position = work.num_queries[:items], work.first_position[:items]
+    @property
+    def query_block(self) -> int:
+        return QUERY_BLOCK
 
-    lane = jnp.arange(query_block, dtype=jnp.int32)
-    source = jnp.minimum(first_token[:, None] + lane, tokens - 1)
-    live = lane < num_queries[:, None]  # [W, Q]
-    position = first_position[:, None] + lane  # [W, Q]
-    q = queries[source].reshape(items, query_block, kv_heads, group, head_dim)
-    q = q.transpose(0, 2, 3, 1, 4).reshape(items, kv_heads, group * query_block, head_dim)
-    lowest = jnp.full_like(position, -1) if sliding_window is None else position - sliding_window
+    def __call__(
+        self, queries, cache, batch, work, *, query_block, scale, sliding_window=None,
+        soft_cap=None, sinks=None,
+    ):  # fmt: skip
+        tokens, heads, head_dim = queries.shape
+        value_dim = self.shape.value_elements
+        page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
+        group = heads // kv_heads
+        items = num_work_items(batch, query_block)
+        row, first_token = work.row[:items], work.first_token[:items]
+        num_queries, first_position = work.num_queries[:items], work.first_position[:items]
 
-    pages_per_block = max(1, KEY_BLOCK // page_size)
-    block = pages_per_block * page_size
-    spare = -batch.page_table.shape[1] % pages_per_block
-    table = jnp.pad(batch.page_table, ((0, 0), (0, spare)))[row] + cache.first_page
-    key_end = jnp.where(num_queries > 0, first_position + num_queries, 0)  # [W]
-    num_blocks = jnp.minimum(-(-key_end.max() // block), table.shape[1] // pages_per_block)
-
-    def read(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        taken = jax.lax.dynamic_slice_in_dim(table, index * pages_per_block, pages_per_block, 1)
-        if cache.layout == "separate":
-            keys, values = (pages[taken] for pages in cache.pages)
-        else:
-            both = cache.pages[0][taken]
-            if cache.layout == "interleaved":
-                keys, values = both[..., 0::2, :], both[..., 1::2, :]
-            else:
-                keys, values = both, both[..., :value_dim]
-        shape = (items, block, kv_heads)
-        return keys.reshape(*shape, head_dim), values.reshape(*shape, value_dim)
-
-    def accumulate(index, state):
-        top, total, acc = state
-        key_position = index * block + jnp.arange(block, dtype=jnp.int32)
-        key, value = read(index)
-        scores = jnp.einsum("wgqh,wsgh->wgqs", q, key, preferred_element_type=jnp.float32)
-        scores *= scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        seen = live[:, :, None] & (key_position <= position[:, :, None])
-        seen &= key_position > lowest[:, :, None]
-        seen = jnp.broadcast_to(seen[:, None, None], (items, 1, group, query_block, block)).reshape(
-            items, 1, group * query_block, block
+        lane = jnp.arange(query_block, dtype=jnp.int32)
+        source = jnp.minimum(first_token[:, None] + lane, tokens - 1)
+        live = lane < num_queries[:, None]  # [W, Q]
+        position = first_position[:, None] + lane  # [W, Q]
+        q = queries[source].reshape(items, query_block, kv_heads, group, head_dim)
+        q = q.transpose(0, 2, 3, 1, 4).reshape(items, kv_heads, group * query_block, head_dim)
+        lowest = (
+            jnp.full_like(position, -1) if sliding_window is None else position - sliding_window
         )
-        scores = jnp.where(seen, scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(-1))
-        # A row that has seen nothing yet keeps -inf; 0 stands in so that exp gets no inf - inf.
-        safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        weights = jnp.exp(scores - safe[..., None])
-        shrink = jnp.exp(top - safe)
-        # Unwritten slots may hold anything, NaN too, and 0 * NaN is NaN: zero the values as well.
-        written = key_position < key_end[:, None]
-        value = jnp.where(written[:, :, None, None], value, jnp.zeros_like(value))
-        update = jnp.einsum(
-            "wgqs,wsgh->wgqh", weights.astype(value.dtype), value,
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        return new_top, total * shrink + weights.sum(-1), acc * shrink[..., None] + update
 
-    shape = (items, kv_heads, group * query_block)
-    top, total = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
-    if sinks is not None:  # a softmax starts with its sink, of weight exp(sink - top) = 1
-        of_lane = jnp.repeat(sinks.astype(jnp.float32), query_block).reshape(shape[1:])
-        top, total = jnp.broadcast_to(of_lane, shape), jnp.ones(shape, jnp.float32)
-    start = (top, total, jnp.zeros((*shape, value_dim), jnp.float32))
-    # The number of turns is data; the name lets the schedule report assume one.
-    with jax.named_scope("key_blocks"):
-        _, total, acc = jax.lax.fori_loop(0, num_blocks, accumulate, start)
-    out = acc / jnp.where(total == 0, 1.0, total)[..., None]
-    out = out.reshape(items, kv_heads, group, query_block, value_dim).transpose(0, 3, 1, 2, 4)
-    out = out.reshape(items, query_block, heads, value_dim).astype(queries.dtype)
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    item = work.token_item[:tokens]
-    picked = out[item, jnp.clip(token - first_token[item], 0, query_block - 1)]
-    return jnp.where((token < batch.num_tokens)[:, None, None], picked, jnp.zeros_like(picked))
+        pages_per_block = max(1, KEY_BLOCK // page_size)
+        block = pages_per_block * page_size
+        spare = -batch.page_table.shape[1] % pages_per_block
+        table = jnp.pad(batch.page_table, ((0, 0), (0, spare)))[row] + cache.first_page
+        highest = position
+        key_end = jnp.where(num_queries > 0, first_position + num_queries, 0)  # [W]
+        first, *last = visible_keys(batch) or (None,)
+        if first is not None:
+            lowest = jnp.maximum(lowest, first[source] - 1)
+        if last:  # also keys after the item's own
+            key_end = written_keys(batch, work, items)
+            highest = jnp.minimum(last[0][source], key_end[:, None] - 1)
+        num_blocks = jnp.minimum(-(-key_end.max() // block), table.shape[1] // pages_per_block)
+
+        def read(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+            taken = jax.lax.dynamic_slice_in_dim(table, index * pages_per_block, pages_per_block, 1)
+            if cache.layout == "separate":
+                keys, values = (pages[taken] for pages in cache.pages)
+            else:
+                both = cache.pages[0][taken]
+                if cache.layout == "interleaved":
+                    keys, values = both[..., 0::2, :], both[..., 1::2, :]
+                else:
+                    keys, values = both, both[..., :value_dim]
+            shape = (items, block, kv_heads)
+            return keys.reshape(*shape, head_dim), values.reshape(*shape, value_dim)
+
+        def accumulate(index, state):
+            top, total, acc = state
+            key_position = index * block + jnp.arange(block, dtype=jnp.int32)
+            key, value = read(index)
+            scores = jnp.einsum("wgqh,wsgh->wgqs", q, key, preferred_element_type=jnp.float32)
+            scores *= scale
+            if soft_cap is not None:
+                scores = soft_cap * jnp.tanh(scores / soft_cap)
+            seen = live[:, :, None] & (key_position <= highest[:, :, None])
+            seen &= key_position > lowest[:, :, None]
+            seen = jnp.broadcast_to(
+                seen[:, None, None], (items, 1, group, query_block, block)
+            ).reshape(items, 1, group * query_block, block)
+            scores = jnp.where(seen, scores, -jnp.inf)
+            new_top = jnp.maximum(top, scores.max(-1))
+            # A row that has seen nothing yet keeps -inf; 0 stands in so that exp gets no inf - inf.
+            safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+            weights = jnp.exp(scores - safe[..., None])
+            shrink = jnp.exp(top - safe)
+            # Unwritten slots may hold anything, NaN too, and 0 * NaN is NaN: zero the values too.
+            written = key_position < key_end[:, None]
+            value = jnp.where(written[:, :, None, None], value, jnp.zeros_like(value))
+            update = jnp.einsum(
+                "wgqs,wsgh->wgqh", weights.astype(value.dtype), value,
+                preferred_element_type=jnp.float32,
+            )  # fmt: skip
+            return new_top, total * shrink + weights.sum(-1), acc * shrink[..., None] + update
+
+        shape = (items, kv_heads, group * query_block)
+        top, total = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
+        if sinks is not None:  # a softmax starts with its sink, of weight exp(sink - top) = 1
+            of_lane = jnp.repeat(sinks.astype(jnp.float32), query_block).reshape(shape[1:])
+            top, total = jnp.broadcast_to(of_lane, shape), jnp.ones(shape, jnp.float32)
+        start = (top, total, jnp.zeros((*shape, value_dim), jnp.float32))
+        # The number of turns is data; the name lets the schedule report assume one.
+        with jax.named_scope("key_blocks"):
+            _, total, acc = jax.lax.fori_loop(0, num_blocks, accumulate, start)
+        out = acc / jnp.where(total == 0, 1.0, total)[..., None]
+        out = out.reshape(items, kv_heads, group, query_block, value_dim).transpose(0, 3, 1, 2, 4)
+        out = out.reshape(items, query_block, heads, value_dim).astype(queries.dtype)
+        token = jnp.arange(tokens, dtype=jnp.int32)
+        item = work.token_item[:tokens]
+        picked = out[item, jnp.clip(token - first_token[item], 0, query_block - 1)]
+        return jnp.where((token < batch.num_tokens)[:, None, None], picked, jnp.zeros_like(picked))
 
 
 def expected_turns(context: int, page_size: int) -> dict[str, float]:

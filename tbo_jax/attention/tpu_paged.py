@@ -3,21 +3,23 @@ calls it.
 
 The kernel (`jax.experimental.pallas.ops.tpu.ragged_paged_attention`, made for vLLM on TPU) mixes
 prefill and decode rows in one call. It wants keys and values interleaved in one array, so that a
-page is one transfer, and walks the rows itself: the work items of a batch are not used here.
+page is one transfer, and walks the rows itself: it needs no work items.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as shipped
 
-from tbo_jax.attention import paged
-from tbo_jax.attention.cache import LayerCache
+from tbo_jax.attention.cache import LayerCache, PageLayout
+from tbo_jax.attention.kernel import AttentionKernel, AttentionLoad, AttentionShape
+from tbo_jax.attention.paged import XlaAttention
 from tbo_jax.attention.work import AttentionWork
 from tbo_jax.overlap.batch import ForwardBatch
 
@@ -33,84 +35,90 @@ FAST_MEMORY = 32 << 20  # bytes that the kernel may take
 SCALAR_MEMORY = 512 << 10  # bytes that a page table may take, of 1 MiB: more do not compile
 
 
-def unsupported(head_dim: int, num_kv_heads: int, dtype: Any, sinks: bool) -> str | None:
-    """Why attention of this shape, with or without `sinks`, cannot run here; None if it can."""
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"{jnp.dtype(dtype).name} would be rounded to bfloat16 by the matrix units"
-    if head_dim != LANES:
-        return f"head size {head_dim} is not {LANES}"
-    if num_kv_heads % 8 and num_kv_heads not in (1, 2, 4):
-        return f"{num_kv_heads} key/value heads do not fill tiles: 1, 2, 4 or a multiple of 8 do"
-    if sinks:  # nor could they be put in afterwards: it keeps the sums of its softmax to itself
-        return "it takes no sinks"
-    return None
+@dataclass(frozen=True)
+class TpuAttention(AttentionKernel):
+    """The kernel that this module is about."""
+
+    @classmethod
+    def unsupported(cls, shape: AttentionShape, device: Any = None) -> str | None:
+        if shape.latent:
+            return "it takes no latent pages"
+        dtype = jnp.dtype(shape.dtype)
+        if dtype != jnp.bfloat16:
+            return f"{dtype.name} would be rounded to bfloat16 by the matrix units"
+        if shape.head_dim != LANES:
+            return f"head size {shape.head_dim} is not {LANES}"
+        if shape.kv_heads % 8 and shape.kv_heads not in (1, 2, 4):
+            return (
+                f"{shape.kv_heads} key/value heads do not fill tiles: 1, 2, 4 or a multiple of 8 do"
+            )
+        if shape.masked:
+            return "it takes no mask offsets"
+        if shape.sinks:  # nor could they be put in afterwards: it keeps its sums to itself
+            return "it takes no sinks"
+        return None
+
+    @property
+    def layout(self) -> PageLayout:
+        return "interleaved"
+
+    @property
+    def query_block(self) -> int:
+        # A row with fewer queries wastes the rest, so decode passes 1.
+        return 1 << (max(1, QUERY_ROWS // self.shape.group).bit_length() - 1)
+
+    def plan(self, batch: ForwardBatch, query_block: int, buffer: AttentionWork) -> AttentionWork:
+        """`buffer` as it is: the kernel walks the rows itself."""
+        if _fits_scalar_memory(batch):
+            return buffer
+        return super().plan(batch, query_block, buffer)
+
+    def __call__(
+        self, queries, cache, batch, work, *, query_block, scale, sliding_window=None,
+        soft_cap=None, sinks=None,
+    ):  # fmt: skip
+        if sinks is not None:
+            raise ValueError("sinks are not supported by the TPU kernel: expected None")
+        if batch.mask_offsets is not None:
+            raise ValueError("mask_offsets are not supported by the TPU kernel: expected None")
+        if not _fits_scalar_memory(batch):
+            _warn(*batch.page_table.shape)
+            return XlaAttention(self.shape)(
+                queries, cache, batch, work, query_block=query_block, scale=scale,
+                sliding_window=sliding_window, soft_cap=soft_cap,
+            )  # fmt: skip
+        key_lens, table, cu_query_lens, count = live_rows(batch)
+        out = shipped.ragged_paged_attention(
+            queries,
+            cache.pages[0],
+            key_lens,
+            table + cache.first_page,
+            cu_query_lens,
+            count,
+            sm_scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            # Given: the kernel's own table asks for the device that is there; there may be none.
+            num_kv_pages_per_block=pages_per_block(cache, table.shape[1]),
+            num_queries_per_block=query_block,
+            vmem_limit_bytes=FAST_MEMORY,
+        )
+        # Rows of padding hold what was in fast memory before.
+        live = (jnp.arange(queries.shape[0]) < batch.num_tokens)[:, None, None]
+        return jnp.where(live, out, jnp.zeros_like(out))
+
+    def expected_work(self, load: AttentionLoad) -> dict[str, tuple[float, float]]:
+        """Each block of queries reads all keys of its sequence, also those that its mask hides."""
+        shape, tokens, context = self.shape, load.tokens, load.context
+        blocks = tokens if load.decode else -(-tokens // self.query_block)
+        of_token = shape.heads * (shape.head_dim + shape.value_elements)
+        moved = blocks * context * shape.cached_elements + tokens * of_token
+        return {NAME: (2.0 * tokens * context * of_token, float(moved * self._width))}
 
 
-def query_block(group: int) -> int:
-    """Queries of a block of a step that prefills, `group` heads of each to a key/value head."""
-    return 1 << (max(1, QUERY_ROWS // group).bit_length() - 1)
-
-
-def paged_attention(
-    queries: jax.Array,
-    cache: LayerCache,
-    batch: ForwardBatch,
-    work: AttentionWork,
-    *,
-    query_block: int,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
-    """Causal attention of each token to its sequence's keys; see `paged.paged_attention`.
-
-    Args:
-        queries: [T, N, H] bfloat16.
-        cache: interleaved pages that hold the keys and values of this step's tokens already.
-        batch: the batch.
-        work: not used.
-        query_block: queries that a program computes together. A row with fewer wastes the rest, so
-            decode passes 1.
-        scale: factor of the scores.
-        sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
-        soft_cap: scores s become `cap * tanh(s / cap)` (Gemma 2).
-        sinks: expected to be None; see `unsupported`.
-
-    Returns:
-        [T, N, H]; rows of padding tokens are zero.
-
-    Raises:
-        ValueError: `sinks`.
-    """
-    if sinks is not None:
-        raise ValueError("sinks are not supported by the TPU kernel: expected None")
+def _fits_scalar_memory(batch: ForwardBatch) -> bool:
     rows, columns = batch.page_table.shape
-    if 4 * rows * -(-columns // LANES) * LANES > SCALAR_MEMORY:
-        _warn(rows, columns)
-        return paged.paged_attention(
-            queries, cache, batch, work,
-            query_block=query_block, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
-        )  # fmt: skip
-    key_lens, table, cu_query_lens, count = live_rows(batch)
-    out = shipped.ragged_paged_attention(
-        queries,
-        cache.pages[0],
-        key_lens,
-        table + cache.first_page,
-        cu_query_lens,
-        count,
-        sm_scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        # Given: the kernel's own table asks for the device that is there, and there may be none.
-        num_kv_pages_per_block=pages_per_block(cache, table.shape[1]),
-        num_queries_per_block=query_block,
-        vmem_limit_bytes=FAST_MEMORY,
-    )
-    # Rows of padding hold what was in fast memory before.
-    live = (jnp.arange(queries.shape[0]) < batch.num_tokens)[:, None, None]
-    return jnp.where(live, out, jnp.zeros_like(out))
+    return 4 * rows * -(-columns // LANES) * LANES <= SCALAR_MEMORY
 
 
 @functools.cache
@@ -154,24 +162,3 @@ def pages_per_block(cache: LayerCache, pages_per_sequence: int) -> int:
     heads = min(heads, TILE_HEADS) if heads % TILE_HEADS == 0 else heads
     page = page_size * heads * head_dim * cache.pages[0].dtype.itemsize
     return max(1, min(KEY_BLOCK_BYTES // page, MOST_PAGES, pages_per_sequence))
-
-
-def expected_work(
-    *,
-    tokens: int,
-    context: int,
-    decode: bool,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    value_dim: int,
-    cached: int,
-    width: int,
-) -> dict[str, tuple[float, float]]:
-    """Floating-point operations and bytes of the kernel; see `gpu_paged.expected_work`.
-
-    Each block of queries reads all keys of its sequence, also those that its mask hides.
-    """
-    blocks = tokens if decode else -(-tokens // query_block(heads // kv_heads))
-    moved = blocks * context * cached + tokens * heads * (head_dim + value_dim)
-    return {NAME: (2.0 * tokens * context * heads * (head_dim + value_dim), float(moved * width))}

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 import jax.numpy as jnp
 import tyro
 
-from tbo_jax.overlap.checks import check_integer
+from tbo_jax.overlap.checks import whole_number
 from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.parallel.exchange import TRANSPORTS, DispatchDtype, Transport
 
@@ -61,11 +61,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "max_sequences", "max_tokens", "page_size"):
-            check_integer(name, getattr(self, name), 1)
+            whole_number(name, getattr(self, name), 1)
         for name, least in {"devices": 1, "max_context": 2, "num_pages": 2}.items():
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), least)
-        check_integer("speculate", self.speculate, 0)
+                whole_number(name, getattr(self, name), least)
+        whole_number("speculate", self.speculate, 0)
         if self.max_tokens < self.max_sequences:
             raise ValueError(
                 f"max_tokens is {self.max_tokens}: expected at least max_sequences, "

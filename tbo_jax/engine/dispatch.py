@@ -157,6 +157,7 @@ class Dispatcher:
             token_capacity=bucket.tokens,
             sequence_capacity=bucket.sequences,
             pages_per_sequence=self.runner.cache.pages_per_sequence,
+            page_size=self.runner.cache.page_size,
         )
 
     def _feed_tokens(self, batch: ForwardBatch, before: DispatchedStep) -> jax.Array:

@@ -224,6 +224,7 @@ class LLM:
             "acceptance_rate": self.engine.statistics.acceptance_rate,
             "tokens_per_row": self.engine.statistics.tokens_per_row,
             "preemptions": self.engine.scheduler.statistics.preemptions,
+            **self.engine.runner.memory(),
             "seconds": seconds,
             "tokens_per_second": rate,
             "load_seconds": self.load_seconds,

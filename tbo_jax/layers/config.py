@@ -49,7 +49,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     query_key_norm: bool = False
     latent: LatentConfig | None = None
-    attention_sinks: bool = False  # a learned one of each head; see `attention.paged`
+    attention_sinks: bool = False  # a learned one of each head; see `AttentionKernel`
     sliding_window: int | None = None
     full_attention_layers: frozenset[int] = frozenset()  # without the sliding window
     num_experts: int = 0  # 0: no layer has experts

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from tbo_jax.attention.dense import dense_causal_attention
-from tbo_jax.attention.paged import paged_attention, write_pages
+from tbo_jax.attention.kernel import AttentionKernel
+from tbo_jax.attention.paged import write_pages
 from tbo_jax.attention.work import AttentionWork
 from tbo_jax.moe.experts import apply_experts
 from tbo_jax.overlap.batch import ForwardBatch
@@ -35,7 +36,7 @@ class Attention(Protocol):
         """[T, N, H], [T, G, H], [T, G, V], cache -> [T, N, V], cache.
 
         Values are as large as keys, V = H, or the first V elements of the keys (latent attention).
-        For the options see `attention.paged.paged_attention`.
+        For the options see `AttentionKernel`.
         """
 
 
@@ -46,19 +47,12 @@ class PagedAttention:
     batch: ForwardBatch
     work: AttentionWork
     query_block: int
-    kernel: Callable[..., jax.Array] = paged_attention
+    kernel: AttentionKernel
 
     def __call__(self, queries, keys, values, cache, **options):
         cache = write_pages(cache, keys, values, self.batch)
-        latent = {"value_dim": values.shape[-1]} if cache.layout == "latent" else {}
         out = self.kernel(
-            queries,
-            cache,
-            self.batch,
-            self.work,
-            query_block=self.query_block,
-            **latent,
-            **options,
+            queries, cache, self.batch, self.work, query_block=self.query_block, **options
         )
         return out, cache
 

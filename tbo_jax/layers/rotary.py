@@ -120,6 +120,20 @@ def rotary_table(config: RotaryConfig, positions: jax.Array) -> tuple[jax.Array,
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
+def look_up_rotary(
+    tables: jax.Array, rows: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine [T, F] float32 from a table of each sequence.
+
+    Args:
+        tables: [B, 2, L, F], see `ForwardBatch.rotary_tables`.
+        rows: [T] int32, the sequence of each token.
+        positions: [T] int32. Beyond L the result is NaN: nothing is known there.
+    """
+    found = tables.at[rows, :, positions].get(mode="fill", fill_value=jnp.nan)
+    return found[:, 0], found[:, 1]
+
+
 def apply_rotary(
     x: jax.Array, rotary: tuple[jax.Array, jax.Array], *, interleaved: bool = False
 ) -> jax.Array:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tbo_jax.moe.expert_weights import ExpertWeights
-from tbo_jax.moe.grouped_matmul import for_each_block, grouped_matmul, zeros
+from tbo_jax.moe.grouped_matmul import expected_turns, for_each_block, grouped_matmul, zeros
+from tbo_jax.moe.kernel import ExpertKernel, ExpertLoad, ExpertShape
 
 
 def apply_experts(
@@ -45,6 +47,21 @@ def apply_experts(
     picked = jnp.where(here[:, :, None], picked, jnp.zeros_like(picked))
     weights = jnp.where(here, weights, jnp.zeros_like(weights))
     return jnp.einsum("mkd,mk->md", picked, weights)
+
+
+@dataclass(frozen=True)
+class XlaExperts(ExpertKernel):
+    """`apply_experts`, which XLA compiles for any platform and shape."""
+
+    @classmethod
+    def unsupported(cls, shape: ExpertShape, device: Any = None) -> str | None:
+        return None
+
+    def __call__(self, rows, experts, weights, matrices):
+        return apply_experts(rows, experts, weights, matrices)
+
+    def expected_turns(self, load: ExpertLoad) -> dict[str, float]:
+        return expected_turns(load.chosen / load.num_experts, load.num_experts, load.bound)
 
 
 @jax.custom_vjp

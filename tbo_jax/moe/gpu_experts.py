@@ -8,13 +8,15 @@ nothing is padded to a capacity, and rows that no expert owns cost nothing.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from tbo_jax.moe.expert_weights import ExpertWeights
+from tbo_jax.moe.kernel import ExpertKernel, ExpertLoad, ExpertShape
 
 BLOCK_COLUMNS = 128, 64  # of the result of a tile: the first that divides all of them
 INNER_BYTES = 128  # of a row, summed over at a time
@@ -23,44 +25,51 @@ TILE_BYTES = 256  # of a column of the largest tile: 128 rows, or 64 in float32
 GATE_UP, DOWN, SUM = "tbo_experts_gate_up", "tbo_experts_down", "tbo_experts_sum"  # kernels
 
 
-def unsupported(hidden: int, width: int) -> str | None:
-    """Why experts of D = `hidden` and F = `width` cannot run here; None if they can."""
-    for name, size in (("hidden size", hidden), ("expert width", width)):
-        if size % BLOCK_COLUMNS[-1]:
-            return f"{name} {size} is no multiple of {BLOCK_COLUMNS[-1]}"
-    return None
+@dataclass(frozen=True)
+class GpuExperts(ExpertKernel):
+    """The kernels of this module; `interpret` runs them without a GPU, slowly."""
 
+    interpret: bool = False
 
-def apply_experts(
-    rows: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    matrices: ExpertWeights,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Weighted sum, for each row, of the experts of this device that it chose.
+    @classmethod
+    def unsupported(cls, shape: ExpertShape, device: Any = None) -> str | None:
+        for name, size in (("hidden size", shape.hidden), ("expert width", shape.inner)):
+            if size % BLOCK_COLUMNS[-1]:
+                return f"{name} {size} is no multiple of {BLOCK_COLUMNS[-1]}"
+        return None
 
-    Takes and gives what `experts.apply_experts` does; `interpret` runs without a GPU, slowly.
-    """
-    num_rows, top_k = experts.shape
-    num_experts = matrices.num_experts
-    _, width, hidden = matrices.down.shape
-    bound = num_rows * min(top_k, num_experts)
-    index, place, group_sizes = _sort_by_expert(experts, num_experts, bound)
-    tile = _tile_rows(num_rows, num_experts, rows.dtype.itemsize)
-    group, *bounds = _tiles(group_sizes, tile, bound // tile + num_experts)
-    tiles = matrices.place(group), *bounds
-    grid = group.shape[0]
-    run = functools.partial(_run, dtype=rows.dtype, tile=tile, interpret=interpret)
-    operands = *tiles, rows, index, matrices.gate_up, matrices.gate_up_bias
-    kernel = functools.partial(_gate_up_kernel, activation=matrices.activation)
-    activated = run(kernel, GATE_UP, grid, operands, (bound, width))
-    operands = *tiles, activated, matrices.down, matrices.down_bias
-    results = run(_down_kernel, DOWN, grid, operands, (bound, hidden))
-    sums = functools.partial(_run, dtype=rows.dtype, tile=SMALLEST_TILE, interpret=interpret)
-    grid = -(-num_rows // SMALLEST_TILE)
-    return sums(_sum_kernel, SUM, grid, (results, place, weights), (num_rows, hidden))
+    def __call__(self, rows, experts, weights, matrices):
+        num_rows, top_k = experts.shape
+        num_experts = matrices.num_experts
+        _, width, hidden = matrices.down.shape
+        bound = num_rows * min(top_k, num_experts)
+        index, place, group_sizes = _sort_by_expert(experts, num_experts, bound)
+        tile = _tile_rows(num_rows, num_experts, rows.dtype.itemsize)
+        group, *bounds = _tiles(group_sizes, tile, bound // tile + num_experts)
+        tiles = matrices.place(group), *bounds
+        grid = group.shape[0]
+        run = functools.partial(_run, dtype=rows.dtype, tile=tile, interpret=self.interpret)
+        operands = *tiles, rows, index, matrices.gate_up, matrices.gate_up_bias
+        kernel = functools.partial(_gate_up_kernel, activation=matrices.activation)
+        activated = run(kernel, GATE_UP, grid, operands, (bound, width))
+        operands = *tiles, activated, matrices.down, matrices.down_bias
+        results = run(_down_kernel, DOWN, grid, operands, (bound, hidden))
+        sums = functools.partial(
+            _run, dtype=rows.dtype, tile=SMALLEST_TILE, interpret=self.interpret
+        )
+        grid = -(-num_rows // SMALLEST_TILE)
+        return sums(_sum_kernel, SUM, grid, (results, place, weights), (num_rows, hidden))
+
+    def expected_work(self, load: ExpertLoad) -> dict[str, tuple[float, float]]:
+        hidden, inner, width = self.shape.hidden, self.shape.inner, self._width
+        rows, chosen, num_experts = load.rows, load.chosen, load.num_experts
+        gate_up = num_experts * hidden * 2 * inner + chosen * (hidden + inner)
+        down = num_experts * hidden * inner + chosen * (hidden + inner)
+        return {
+            GATE_UP: (4.0 * chosen * hidden * inner, width * gate_up),
+            DOWN: (2.0 * chosen * hidden * inner, width * down),
+            SUM: (2.0 * chosen * hidden, width * (chosen + rows) * hidden),
+        }
 
 
 def _sort_by_expert(
@@ -220,24 +229,3 @@ def _program(group, first, stop, tile, block):
     start, end = first[number], stop[number]
     row = start + jnp.arange(tile, dtype=jnp.int32)
     return start, end, group[number], pl.program_id(1) * block, row, row < end
-
-
-def expected_work(
-    *, rows: int, chosen: float, num_experts: int, hidden: int, inner: int, width: int
-) -> dict[str, tuple[float, float]]:
-    """Floating-point operations and bytes of the kernels, by name, for the schedule report.
-
-    Args:
-        rows: M, received by a device.
-        chosen: rows times experts that are really here.
-        num_experts: E of this device.
-        hidden, inner: D and F.
-        width: bytes of an element.
-    """
-    gate_up = num_experts * hidden * 2 * inner + chosen * (hidden + inner)
-    down = num_experts * hidden * inner + chosen * (hidden + inner)
-    return {
-        GATE_UP: (4.0 * chosen * hidden * inner, width * gate_up),
-        DOWN: (2.0 * chosen * hidden * inner, width * down),
-        SUM: (2.0 * chosen * hidden, width * (chosen + rows) * hidden),
-    }

@@ -14,6 +14,7 @@ the activation to XLA, which writes three intermediates for it.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tbo_jax.moe.expert_weights import ExpertWeights
+from tbo_jax.moe.kernel import ExpertKernel, ExpertLoad, ExpertShape
 
 LANES = 128
 ROW_TILE = 128  # rows of a tile: fewer leave the matrix units waiting for weights
@@ -35,71 +36,86 @@ CHUNKS = "expert_chunks"  # scope of the loop
 GATE_UP, DOWN, SUM = "tbo_tpu_experts_gate_up", "tbo_tpu_experts_down", "tbo_tpu_experts_sum"
 
 
-def unsupported(hidden: int, width: int, dtype: Any) -> str | None:
-    """Why experts of D = `hidden` and F = `width` cannot run here; None if they can."""
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"{jnp.dtype(dtype).name} would be rounded to bfloat16 by the matrix units"
-    largest = WEIGHT_TILE_BYTES // 2 // LANES
-    for name, size in (("hidden size", hidden), ("expert width", width)):
-        if size % LANES or size > largest:
-            return f"{name} {size} is no multiple of {LANES} up to {largest}"
-    return None
+@dataclass(frozen=True)
+class TpuExperts(ExpertKernel):
+    """The kernels of this module; `interpret` runs them without a TPU, slowly."""
 
+    interpret: bool = False
 
-def apply_experts(
-    rows: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    matrices: ExpertWeights,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Weighted sum, for each row, of the experts of this device that it chose.
+    @classmethod
+    def unsupported(cls, shape: ExpertShape, device: Any = None) -> str | None:
+        dtype = jnp.dtype(shape.dtype)
+        if dtype != jnp.bfloat16:
+            return f"{dtype.name} would be rounded to bfloat16 by the matrix units"
+        largest = WEIGHT_TILE_BYTES // 2 // LANES
+        for name, size in (("hidden size", shape.hidden), ("expert width", shape.inner)):
+            if size % LANES or size > largest:
+                return f"{name} {size} is no multiple of {LANES} up to {largest}"
+        return None
 
-    Takes and gives what `experts.apply_experts` does; `interpret` runs without a TPU, slowly.
-    """
-    num_rows, top_k = experts.shape
-    gate_up, down, num_experts = matrices.gate_up, matrices.down, matrices.num_experts
-    _, width, hidden = down.shape
-    bound = num_rows * min(top_k, num_experts)
-    chunk = chunk_rows(num_rows, bound)
-    choices, scales, ends = _sort_by_expert(
-        experts, weights, num_experts, -(-bound // chunk) * chunk
-    )
-    row_tiles = -(-num_rows // ROW_TILE)
-    run = functools.partial(_run, interpret=interpret)
-
-    def add(number: jax.Array, sums: jax.Array) -> jax.Array:
-        start = number * chunk
-        place = jnp.arange(chunk, dtype=jnp.int32)
-        choice, scale = (jax.lax.dynamic_slice_in_dim(a, start, chunk) for a in (choices, scales))
-        visits = _visit(jnp.clip(ends - start, 0, chunk), chunk)
-        visits = visits._replace(group=matrices.place(visits.group))
-        columns = _columns(hidden, width)
-        taken = rows[jnp.minimum(choice // top_k, num_rows - 1)]
-        kernel = functools.partial(_gate_up_kernel, activation=matrices.activation)
-        activated = run(
-            kernel, GATE_UP, visits, taken, gate_up, matrices.gate_up_bias, width, columns,
-            first_columns=(0, width // columns),
-        )  # fmt: skip
-        results = run(
-            _down_kernel, DOWN, visits, activated, down, matrices.down_bias, hidden,
-            _columns(width, hidden),
-        )  # fmt: skip
-        # In the order of their rows, so that those of a tile of rows are neighbours.
-        choice, place, scale = jax.lax.sort((choice, place, scale), num_keys=1, is_stable=False)
-        tile_end = (jnp.arange(row_tiles, dtype=jnp.int32) + 1) * (ROW_TILE * top_k)
-        tile_end = jnp.minimum(tile_end, num_rows * top_k)  # behind it: nobody's
-        visits = _visit(
-            jnp.sum(choice < tile_end[:, None], axis=1, dtype=jnp.int32), chunk, empty=True
+    def __call__(self, rows, experts, weights, matrices):
+        num_rows, top_k = experts.shape
+        gate_up, down, num_experts = matrices.gate_up, matrices.down, matrices.num_experts
+        _, width, hidden = down.shape
+        bound = num_rows * min(top_k, num_experts)
+        chunk = chunk_rows(num_rows, bound)
+        choices, scales, ends = _sort_by_expert(
+            experts, weights, num_experts, -(-bound // chunk) * chunk
         )
-        return _add_up(visits, choice // top_k, scale, results[place], sums, interpret)
+        row_tiles = -(-num_rows // ROW_TILE)
+        run = functools.partial(_run, interpret=self.interpret)
 
-    # The number of turns is data; the name lets the schedule report assume one.
-    with jax.named_scope(CHUNKS):
-        sums = jnp.zeros((row_tiles * ROW_TILE, hidden), jnp.float32)
-        sums = jax.lax.fori_loop(0, -(-ends[-1] // chunk), add, sums)
-    return sums[:num_rows].astype(rows.dtype)
+        def add(number: jax.Array, sums: jax.Array) -> jax.Array:
+            start = number * chunk
+            place = jnp.arange(chunk, dtype=jnp.int32)
+            choice, scale = (
+                jax.lax.dynamic_slice_in_dim(a, start, chunk) for a in (choices, scales)
+            )
+            visits = _visit(jnp.clip(ends - start, 0, chunk), chunk)
+            visits = visits._replace(group=matrices.place(visits.group))
+            columns = _columns(hidden, width)
+            taken = rows[jnp.minimum(choice // top_k, num_rows - 1)]
+            kernel = functools.partial(_gate_up_kernel, activation=matrices.activation)
+            activated = run(
+                kernel, GATE_UP, visits, taken, gate_up, matrices.gate_up_bias, width, columns,
+                first_columns=(0, width // columns),
+            )  # fmt: skip
+            results = run(
+                _down_kernel, DOWN, visits, activated, down, matrices.down_bias, hidden,
+                _columns(width, hidden),
+            )  # fmt: skip
+            # In the order of their rows, so that those of a tile of rows are neighbours.
+            choice, place, scale = jax.lax.sort((choice, place, scale), num_keys=1, is_stable=False)
+            tile_end = (jnp.arange(row_tiles, dtype=jnp.int32) + 1) * (ROW_TILE * top_k)
+            tile_end = jnp.minimum(tile_end, num_rows * top_k)  # behind it: nobody's
+            visits = _visit(
+                jnp.sum(choice < tile_end[:, None], axis=1, dtype=jnp.int32), chunk, empty=True
+            )
+            return _add_up(visits, choice // top_k, scale, results[place], sums, self.interpret)
+
+        # The number of turns is data; the name lets the schedule report assume one.
+        with jax.named_scope(CHUNKS):
+            sums = jnp.zeros((row_tiles * ROW_TILE, hidden), jnp.float32)
+            sums = jax.lax.fori_loop(0, -(-ends[-1] // chunk), add, sums)
+        return sums[:num_rows].astype(rows.dtype)
+
+    def expected_turns(self, load: ExpertLoad) -> dict[str, float]:
+        return {CHUNKS: float(-(-load.chosen // chunk_rows(load.rows, load.bound)))}
+
+    def expected_work(self, load: ExpertLoad) -> dict[str, tuple[float, float]]:
+        """Each turn reads the experts."""
+        hidden, inner, width = self.shape.hidden, self.shape.inner, self._width
+        rows, num_experts = load.rows, load.num_experts
+        live = load.chosen / max(1.0, self.expected_turns(load)[CHUNKS])
+        tiles = live / ROW_TILE + num_experts  # that are visited, and computed in full
+        gate_up = num_experts * hidden * 2 * inner + live * (hidden + inner)
+        down = num_experts * hidden * inner + live * (hidden + inner)
+        summed = 2 * (live + rows) * ROW_TILE * hidden  # two products
+        return {
+            GATE_UP: (4.0 * tiles * ROW_TILE * hidden * inner, width * gate_up),
+            DOWN: (2.0 * tiles * ROW_TILE * hidden * inner, width * down),
+            SUM: (2.0 * summed, float(width * live * hidden + 2 * 4 * rows * hidden)),
+        }
 
 
 def _sort_by_expert(
@@ -286,29 +302,3 @@ def _sum_kernel(group, tile, start, stop, first, row, scale, results, sums, out)
     broken = jnp.where(finite, 0.0, 1.0).astype(results.dtype)
     broken = _dot(here.astype(jnp.float32).astype(results.dtype), broken)
     out[...] += jnp.where(broken > 0, jnp.nan, clean)
-
-
-def expected_turns(rows: int, bound: int, chosen: float) -> dict[str, float]:
-    """Turns of the loop over chunks, by its name scope, when `chosen` of `bound` choices of `rows`
-    rows are of this device. For the schedule report, which cannot know the routing.
-    """
-    return {CHUNKS: float(-(-chosen // chunk_rows(rows, bound)))}
-
-
-def expected_work(
-    *, rows: int, chosen: float, num_experts: int, hidden: int, inner: int, width: int, turns: float
-) -> dict[str, tuple[float, float]]:
-    """Floating-point operations and bytes of the kernels; see `gpu_experts.expected_work`.
-
-    Of one of `turns` turns of the loop, each of which reads the experts.
-    """
-    live = chosen / max(1.0, turns)
-    tiles = live / ROW_TILE + num_experts  # that are visited, and computed in full
-    gate_up = num_experts * hidden * 2 * inner + live * (hidden + inner)
-    down = num_experts * hidden * inner + live * (hidden + inner)
-    summed = 2 * (live + rows) * ROW_TILE * hidden  # two products
-    return {
-        GATE_UP: (4.0 * tiles * ROW_TILE * hidden * inner, width * gate_up),
-        DOWN: (2.0 * tiles * ROW_TILE * hidden * inner, width * down),
-        SUM: (2.0 * summed, float(width * live * hidden + 2 * 4 * rows * hidden)),
-    }

@@ -1,4 +1,4 @@
-"""Checks that all configurations share."""
+"""Checks of numbers that people give."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import operator
 from typing import Any
 
 
-def check_integer(name: str, value: Any, least: int) -> int:
-    """`value` as an int; numpy's integers are taken.
+def whole_number(name: str, value: Any, least: int, hint: str = "") -> int:
+    """The value of the argument `name` as an int.
+
+    Integers of numpy will do; a bool, a float or a string is a mistake, whatever its value. `hint`
+    ends the message.
 
     Raises:
-        ValueError: it is no integer (True is none), or below `least`.
+        ValueError: it is no integer, or less than `least`.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None:
-        raise ValueError(f"{name} must be an integer, got {value!r}")
+        raise ValueError(f"{name} must be an integer from {least}, got {value!r}{hint}")
     if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
+        raise ValueError(f"{name} must be at least {least}, got {number}{hint}")
     return number

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
+from tbo_jax.overlap.checks import whole_number
+
 Mode = Literal["off", "on", "auto"]
 _MODE_OF_VALUE: dict[str, Mode] = {"": "off", "0": "off", "1": "on", "auto": "auto"}
 
@@ -28,13 +30,8 @@ class OverlapConfig:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode must be 'off', 'on' or 'auto', got {self.mode!r}")
-        if self.num_micro_batches < 2:
-            raise ValueError(
-                f"num_micro_batches must be at least 2, got {self.num_micro_batches}; "
-                "use mode='off' for one"
-            )
-        if self.min_tokens < 1:
-            raise ValueError(f"min_tokens must be at least 1, got {self.min_tokens}")
+        whole_number("num_micro_batches", self.num_micro_batches, 2, "; mode='off' is for one")
+        whole_number("min_tokens", self.min_tokens, 1)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:

@@ -14,12 +14,14 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tbo_jax.attention import gpu_paged, paged, tpu_paged
+from tbo_jax.attention import paged
+from tbo_jax.attention.kernel import AttentionLoad
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.models import find_architecture
 from tbo_jax.models.hf_config import HfConfig
-from tbo_jax.moe import gpu_experts, grouped_matmul, tpu_experts
+from tbo_jax.moe.experts import XlaExperts
+from tbo_jax.moe.kernel import ExpertKernel, ExpertLoad
 from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.parallel.exchange.ragged import expected_destinations
 from tbo_jax.parallel.sharding import RANKS
@@ -27,6 +29,7 @@ from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.report import ScheduleReport, inspect
 from tbo_jax.schedule.targets import Target
 from tbo_jax.step.compiler_options import Options
+from tbo_jax.step.kernels import ATTENTION, EXPERTS, attention_shape, expert_shape
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket, CacheConfig
 from tbo_jax.training.loss import NextTokenLoss
@@ -227,11 +230,10 @@ def expected_turns(
     """
     turns = paged.expected_turns(shape.context, PAGE_SIZE)
     if config.num_experts:
-        rows = tokens * num_devices * config.num_experts_per_token / config.num_experts
-        here = config.num_experts // num_devices
-        most = tokens * num_devices * min(config.num_experts_per_token, here)
-        turns |= grouped_matmul.expected_turns(rows, here, most)
-        turns |= _expert_chunks(config, num_devices, tokens)
+        load = _expert_load(config, num_devices, tokens)
+        kernels: list[type[ExpertKernel]] = [XlaExperts, *EXPERTS.values()]
+        for kernel in kernels:
+            turns |= kernel(expert_shape(config)).expected_turns(load)
     return turns
 
 
@@ -246,12 +248,11 @@ def _context_read(config: DecoderConfig, shape: StepShape) -> int:
     return (full * shape.context + (config.num_layers - full) * reach) // config.num_layers
 
 
-def _expert_chunks(config: DecoderConfig, num_devices: int, tokens: int) -> dict[str, float]:
-    chosen = tokens * config.num_experts_per_token
-    rows = tokens * num_devices
+def _expert_load(config: DecoderConfig, num_devices: int, tokens: int) -> ExpertLoad:
+    """What an even routing of `tokens` tokens of each device asks of the experts of one."""
+    top_k = config.num_experts_per_token
     here = config.num_experts // num_devices
-    bound = rows * min(config.num_experts_per_token, here)
-    return tpu_experts.expected_turns(rows, bound, chosen)
+    return ExpertLoad(tokens * num_devices, top_k, tokens * top_k, here)
 
 
 def attention_work(config: DecoderConfig, tokens: int, shape: StepShape) -> dict[str, Work]:
@@ -260,19 +261,12 @@ def attention_work(config: DecoderConfig, tokens: int, shape: StepShape) -> dict
     Of those of all platforms: a program has its own platform's, and no name is in two. The heads of
     `config` are those of a device.
     """
-    attention = dict(
-        tokens=tokens,
-        context=shape.context,
-        decode=shape.phase == "decode",
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        value_dim=config.value_dim,
-        cached=config.cached_elements,
-        width=jnp.dtype(config.dtype).itemsize,
+    load = AttentionLoad(
+        tokens, shape.context, _context_read(config, shape), shape.phase == "decode"
     )
-    work = tpu_paged.expected_work(**attention)
-    work |= gpu_paged.expected_work(**attention | dict(context=_context_read(config, shape)))
+    work: dict[str, tuple[float, float]] = {}
+    for kernel in ATTENTION.values():
+        work |= kernel(attention_shape(config)).expected_work(load)
     return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}
 
 
@@ -280,15 +274,8 @@ def expert_work(config: DecoderConfig, num_devices: int, tokens: int) -> dict[st
     """Work of the expert kernels; see `attention_work` and `expected_turns`."""
     if not config.num_experts:
         return {}
-    experts = dict(
-        rows=tokens * num_devices,
-        chosen=tokens * config.num_experts_per_token,
-        num_experts=config.num_experts // num_devices,
-        hidden=config.hidden_size,
-        inner=config.expert_intermediate_size,
-        width=jnp.dtype(config.dtype).itemsize,
-    )
-    (turns,) = _expert_chunks(config, num_devices, tokens).values()
-    work = gpu_experts.expected_work(**experts)
-    work |= tpu_experts.expected_work(**experts, turns=turns)
+    work: dict[str, tuple[float, float]] = {}
+    for kernel in EXPERTS.values():
+        load = _expert_load(config, num_devices, tokens)
+        work |= kernel(expert_shape(config)).expected_work(load)
     return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from tbo_jax.attention.buffers import AttentionBuffers
-from tbo_jax.attention.work import plan_attention
 from tbo_jax.layers.context import LayerContext, PagedAttention, live_tokens
 from tbo_jax.layers.decoder import CausalLM
-from tbo_jax.layers.rotary import rotary_table
+from tbo_jax.layers.rotary import look_up_rotary, rotary_table
 from tbo_jax.overlap.batch import ForwardBatch
 from tbo_jax.overlap.split import gather_tokens, split_batch_decoder_layers
 from tbo_jax.overlap.stages import run_layers
@@ -53,17 +52,19 @@ def forward(
     """
     parts: tuple[ForwardBatch, ...] = (batch,)
     if micro_batches > 1:
-        image = model.config.image_token_id if inputs.cuts_anywhere(bucket) else None
-        parts = split_batch_decoder_layers(batch, micro_batches, image)
-    block = bucket.query_block or min(kernels.prefill_query_block, bucket.tokens)
+        image = model.config.image_token_id if inputs.keeps_images(bucket) else None
+        spans = inputs.keeps_spans(bucket)
+        parts = split_batch_decoder_layers(batch, micro_batches, image, keep_spans=spans)
+    block = bucket.query_block or min(kernels.attention.query_block, bucket.tokens)
     work = [
-        plan_attention(part, block, old) for part, old in zip(parts, buffers.work, strict=False)
+        kernels.attention.plan(part, block, old)
+        for part, old in zip(parts, buffers.work, strict=False)
     ]
     contexts = [
         LayerContext(
             attention=PagedAttention(part, items, block, kernels.attention),
             exchange=exchange,
-            rotary=rotary_table(model.config.rotary, part.positions),
+            rotary=_rotary(model, part),
             live=live_tokens(part),
             tensor=tensor,
             experts=kernels.experts,
@@ -79,3 +80,12 @@ def forward(
     chosen = gather_tokens(hidden, parts, tokens)
     kept = buffers.work[len(work) :]  # a step that is not split leaves the others' buffers
     return model.logits(chosen), AttentionBuffers(cache, (*work, *kept))
+
+
+def _rotary(model: CausalLM, batch: ForwardBatch) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of each token, from its sequence's own table if there is one."""
+    if batch.rotary_tables is None:
+        return rotary_table(model.config.rotary, batch.positions)
+    live = live_tokens(batch)
+    rows, positions = (jnp.where(live, a, 0) for a in (batch.sequence_ids, batch.positions))
+    return look_up_rotary(batch.rotary_tables, rows, positions)

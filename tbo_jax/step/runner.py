@@ -89,7 +89,9 @@ class ModelRunner:
         self._weights, self._structure = jax.tree.flatten(state)
         self.tensor = TensorParallel(mesh.shape[TENSOR])
         self._on_device = model.config.of_device(self.tensor.size)
-        self.kernels = choose_kernels(mesh.devices.flat[0], self._on_device)
+        self.kernels = choose_kernels(
+            mesh.devices.flat[0], self._on_device, masked=self.inputs.mask_offsets > 0
+        )
         self._compiled: dict[Program, jax.stages.Compiled] = {}
         self._chosen: dict[Bucket, int] = {}
         self._exchange = exchange_of(self.config, mesh, transport, dispatch_dtype)
@@ -161,9 +163,27 @@ class ModelRunner:
             max_tokens=cache.max_tokens,
             num_micro_batches=self.overlap.num_micro_batches if self.overlap.enabled else 1,
             stacked=self.scanned,
-            layout=self.kernels.page_layout,
+            layout=self.kernels.attention.layout,
             mesh=self.mesh,
         )
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes of a device beside weights and pages, which several micro-batches take more of.
+
+        `work_bytes`: attention work metadata, a set for each micro-batch. `temporary_bytes`: what
+        XLA holds while a step runs, for each compiled program, such as "decode 8 x2" for two
+        micro-batches; without those of which XLA does not tell.
+        """
+        work = jax.tree.leaves(jax.eval_shape(self.allocate).work)
+        held = {f"{b} x{count}": c.memory_analysis() for (b, count), c in self._compiled.items()}
+        return {
+            "work_bytes": sum(a.size * a.dtype.itemsize for a in work) // num_ranks(self.mesh),
+            "temporary_bytes": {
+                name: analysis.temp_size_in_bytes
+                for name, analysis in held.items()
+                if analysis is not None
+            },
+        }
 
     def step(
         self,
@@ -187,7 +207,7 @@ class ModelRunner:
         Raises:
             ValueError: the batch has other fields.
         """
-        self.inputs.check(batch)
+        self.inputs.check(batch, self.config)
         batch = over_ranks(batch, self.mesh)
         return self.compile(bucket, micro_batches)(self._weights, buffers, batch)
 

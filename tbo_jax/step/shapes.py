@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tbo_jax.overlap.checks import whole_number
+
 
 @dataclass(frozen=True, order=True)
 class Bucket:
@@ -15,7 +17,11 @@ class Bucket:
     drafts: int = 0  # with any, the logits of all tokens are wanted, to verify the drafts
 
     def __post_init__(self) -> None:
-        if self.drafts < 0 or (self.drafts and not self.decode):
+        whole_number("tokens", self.tokens, 1)
+        whole_number("sequences", self.sequences, 1)
+        if not isinstance(self.decode, bool):
+            raise ValueError(f"decode must be True or False, got {self.decode!r}")
+        if whole_number("drafts", self.drafts, 0) and not self.decode:
             raise ValueError(
                 f"drafts is {self.drafts}, decode {self.decode}: expected 0 or more drafts, and "
                 "decode=True with any"
@@ -45,6 +51,11 @@ class CacheConfig:
     page_size: int
     pages_per_sequence: int  # columns P of a page table: longest context / page_size
     max_tokens: int  # most tokens of one step
+
+    def __post_init__(self) -> None:
+        whole_number("num_pages", self.num_pages, 2, " (page 0 is for padding)")
+        for name in ("page_size", "pages_per_sequence", "max_tokens"):
+            whole_number(name, getattr(self, name), 1)
 
 
 def sizes_between(first: int, last: int, factor: int) -> list[int]:

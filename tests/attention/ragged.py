@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tbo_jax import ForwardBatch
 from tbo_jax.attention.cache import LayerCache
+from tbo_jax.attention.kernel import AttentionShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Shape:
     def longest(self) -> int:
         """Tokens that a row has room for."""
         return self.page_size * self.pages_per_row
+
+    @property
+    def attention(self) -> AttentionShape:
+        """As the kernels want it."""
+        return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.dtype, self.value_dim)
 
     @property
     def scale(self) -> float:
@@ -140,18 +146,47 @@ class Options:
         return dict(sliding_window=self.window, soft_cap=self.soft_cap, sinks=self.sinks(heads))
 
 
+def with_mask(case: Case, entries: int, seed: int) -> Case:
+    """The case with `entries` mask offsets for each token; those of padding are rubbish.
+
+    First keys lie anywhere up to a token's own and sometimes behind it; last ones before it, at it,
+    behind it in its row, and beyond all keys.
+    """
+    rng = np.random.default_rng(seed)
+    offsets = rng.integers(-99, 999, (case.shape.tokens, entries))
+    token = 0
+    for context, length, _, _ in case.rows:
+        for place in range(context, context + length):
+            offsets[token, 0] = rng.integers(-2, place + 2) if rng.integers(4) else 0
+            if entries == 2:
+                choices = (place, place - 2, rng.integers(place, context + length), place + 99)
+                offsets[token, 1] = choices[rng.integers(4)]
+            token += 1
+    batch = dataclasses.replace(case.batch, mask_offsets=offsets.reshape(-1).astype(np.int32))
+    return dataclasses.replace(case, batch=batch)
+
+
 def reference(case: Case, options: Options = Options()) -> np.ndarray:
     """[live tokens, N, V] float32: every query against all keys of its sequence at once."""
     shape, window, soft_cap = case.shape, options.window, options.soft_cap
     sinks = options.sinks(shape.heads)
+    width = shape.value_dim or shape.head_dim
     outs, start = [], 0
     for context, length, keys, values in case.rows:
         for number in range(length):
-            last = context + number
-            first = 0 if window is None else max(0, last - window + 1)
+            place = last = context + number
+            first = 0 if window is None else max(0, place - window + 1)
+            if case.batch.mask_offsets is not None:
+                allowed = case.batch.mask_offsets.reshape(shape.tokens, -1)[start + number]
+                first = max(first, int(allowed[0]))
+                if len(allowed) == 2:
+                    last = min(int(allowed[1]), context + length - 1)
+            if last < first and sinks is None:  # sees nothing
+                outs += [np.zeros(width)] * shape.heads
+                continue
             for head in range(shape.heads):
                 group = head // (shape.heads // shape.kv_heads)
-                seen = slice(first, last + 1)
+                seen = slice(first, max(first, last + 1))
                 query = case.queries[start + number, head].astype(np.float32)
                 scores = keys[seen, group].astype(np.float32) @ query * np.float32(shape.scale)
                 if soft_cap is not None:
@@ -159,10 +194,9 @@ def reference(case: Case, options: Options = Options()) -> np.ndarray:
                 if sinks is not None:
                     scores = np.append(scores, np.float32(sinks[head]))
                 weights = np.exp(scores - scores.max())
-                weights = (weights / weights.sum())[: last + 1 - first]
+                weights = (weights / weights.sum())[: max(0, last + 1 - first)]
                 outs.append(weights @ values[seen, group].astype(np.float32))
         start += length
-    width = shape.value_dim or shape.head_dim
     return np.reshape(outs, (-1, shape.heads, width)).astype(np.float32)
 
 

@@ -20,7 +20,8 @@ from tbo_jax import (
 )
 from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.attention.cache import KeyValueCache, LayerCache, page_shapes
-from tbo_jax.attention.work import plan_attention
+from tbo_jax.attention.kernel import AttentionShape
+from tbo_jax.attention.paged import XlaAttention
 from tbo_jax.layers.context import PagedAttention
 from tbo_jax.parallel.sharding import make_mesh
 from tbo_jax.schedule.model_step import read_shape
@@ -173,10 +174,12 @@ def test_donated_buffers_are_updated_in_place(count: int, layout: Any) -> None:
         token_capacity=6, sequence_capacity=3, pages_per_sequence=4,
     )  # fmt: skip
 
+    kernel = XlaAttention(AttentionShape(2, 2, 8, jnp.float32))
+
     def step(buffers: AttentionBuffers, batch: ForwardBatch, hidden: jax.Array) -> Any:
         parts = split_batch_decoder_layers(batch, count)
-        work = [plan_attention(p, 2, w) for p, w in zip(parts, buffers.work, strict=True)]
-        contexts = [PagedAttention(p, w, 2) for p, w in zip(parts, work, strict=True)]
+        work = [kernel.plan(p, 2, w) for p, w in zip(parts, buffers.work, strict=True)]
+        contexts = [PagedAttention(p, w, 2, kernel) for p, w in zip(parts, work, strict=True)]
         carries = jnp.split(hidden, count)
         out, cache = run_layers([AttentionOnly()] * 3, carries, contexts, buffers.cache)
         return out, AttentionBuffers(cache, tuple(work))

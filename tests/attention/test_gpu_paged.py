@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from tbo_jax import ForwardBatch
 from tbo_jax.attention import gpu_paged
 from tbo_jax.attention.cache import LayerCache
+from tbo_jax.attention.gpu_paged import GpuAttention
+from tbo_jax.attention.kernel import AttentionShape
 from tbo_jax.attention.paged import write_pages
-from tbo_jax.attention.work import AttentionWork, plan_attention
+from tbo_jax.attention.work import AttentionWork
 from tests.attention import ragged
-from tests.attention.ragged import Case, Shape, case_of, mixes, reference
+from tests.attention.ragged import Case, Shape, case_of, mixes, reference, with_mask
 from tests.gpu_lowering import lower_for_gpu
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -36,25 +38,25 @@ class Options(ragged.Options):
 
 
 @cache
-def compiled(shape: Shape, options: Options) -> Any:
+def compiled(shape: Shape, options: Options, entries: int = 0) -> Any:
     """One layer's write and read: batch, cache, queries, keys, values -> output."""
 
     def attend(batch, cache, queries, keys, values):
         # The work arrays are longer than needed and hold what an earlier step left there.
         old = AttentionWork(*(jnp.full(shape.tokens + 3, 4321, jnp.int32) for _ in range(5)))
-        return gpu_paged.paged_attention(
+        kernel = GpuAttention(shape.attention, interpret=True)
+        return kernel(
             queries,
             write_pages(cache, keys, values, batch),
             batch,
-            plan_attention(batch, options.query_block, old),
+            kernel.plan(batch, options.query_block, old),
             query_block=options.query_block,
             scale=shape.scale,
-            value_dim=shape.value_dim,
             **options.arguments(shape.heads),
-            interpret=True,
         )
 
     case = case_of(shape, [], [], 0)
+    case = with_mask(case, entries, 0) if entries else case
     least = shape.longest // options.splits
     many = dict(PROGRAMS=10**6, LATENT_PROGRAMS=10**6)
     with mock.patch.multiple(gpu_paged, **many, LEAST_KEYS=least):
@@ -65,8 +67,8 @@ def compiled(shape: Shape, options: Options) -> Any:
         )
 
 
-def check(case: Case, options: Options) -> None:
-    run = compiled(case.shape, options)
+def check(case: Case, options: Options, entries: int = 0) -> None:
+    run = compiled(case.shape, options, entries)
     out = run(case.batch, case.cache, case.queries, case.keys, case.values)
     assert out.dtype == case.shape.dtype
     found, count = np.asarray(out).astype(np.float32), len(case.slots)
@@ -129,6 +131,21 @@ def test_ragged_batches_equal_the_full_softmax(
     check(case_of(SHAPES[shape], lengths, contexts, seed, layer), OPTIONS[options])
 
 
+@pytest.mark.parametrize(
+    ("shape", "options", "entries"),
+    [
+        ("group 2", "blocks of queries", 2),
+        ("group 3", "split window, sinks", 2),
+        ("latent", "split blocks", 2),
+        ("group 1", "window", 1),
+    ],
+)
+def test_mask_offsets_say_what_a_token_sees(shape: str, options: str, entries: int) -> None:
+    for seed, mix in enumerate([([1, 7, 3], [100, 64, 0]), ([12], [50]), ([2, 0, 9], [0, 3, 70])]):
+        case = case_of(SHAPES[shape], *mix, seed, layer=seed % 2)
+        check(with_mask(case, entries, seed), OPTIONS[options], entries)
+
+
 @pytest.mark.parametrize(("shape", "options"), PAIRS)
 def test_decode_rows_beside_a_chunk(shape: str, options: str) -> None:
     room = SHAPES[shape].longest
@@ -168,7 +185,8 @@ def test_few_rows_with_long_contexts_are_split(programs: int, context: int, spli
     ],
 )
 def test_unsupported(head_dim: int, value_dim: int | None, reason: str | None) -> None:
-    found = gpu_paged.unsupported(head_dim, value_dim)
+    shape = AttentionShape(8, 1, head_dim, jnp.bfloat16, value_dim)
+    found = GpuAttention.unsupported(shape)
     assert found is None if reason is None else reason in str(found)
 
 
@@ -186,8 +204,8 @@ def test_unsupported(head_dim: int, value_dim: int | None, reason: str | None) -
 )
 def test_lowers_for_a_gpu(head_dim: int, group: int, dtype: Any) -> None:
     """Triton takes the shapes of all blocks: of decode, of drafts to verify, and of prefill."""
-    for query_block in (1, 4, gpu_paged.query_block(group)):
-        shape = Shape(2 * group, 2, head_dim, dtype, pages_per_row=4, **SMALL)
+    shape = Shape(2 * group, 2, head_dim, dtype, pages_per_row=4, **SMALL)
+    for query_block in (1, 4, GpuAttention(shape.attention).query_block):
         lower_for_gpu(*abstract_call(shape, query_block))
 
 
@@ -195,10 +213,18 @@ def test_lowers_for_a_gpu(head_dim: int, group: int, dtype: Any) -> None:
 def test_latent_attention_lowers_for_a_gpu(heads: int, dtype: Any) -> None:
     """The sizes of DeepSeek-V3 and Kimi-K2."""
     shape = Shape(heads, 1, 576, dtype, pages_per_row=4, value_dim=512, **SMALL)
-    lower_for_gpu(*abstract_call(shape, gpu_paged.query_block(heads)))
+    lower_for_gpu(*abstract_call(shape, GpuAttention(shape.attention).query_block))
 
 
-def abstract_call(shape: Shape, query_block: int, pages: int | None = None) -> tuple[Any, Any]:
+@pytest.mark.parametrize("entries", [1, 2])
+def test_mask_offsets_lower_for_a_gpu(entries: int) -> None:
+    shape = Shape(16, 2, 128, jnp.bfloat16, pages_per_row=4, **SMALL)
+    lower_for_gpu(*abstract_call(shape, 8, entries=entries))
+
+
+def abstract_call(
+    shape: Shape, query_block: int, pages: int | None = None, entries: int = 0
+) -> tuple[Any, Any]:
     """A call of the kernel, with shapes for arguments."""
     one = jax.ShapeDtypeStruct(
         (pages or shape.pages, shape.page_size, shape.kv_heads * shape.head_dim), shape.dtype
@@ -207,6 +233,7 @@ def abstract_call(shape: Shape, query_block: int, pages: int | None = None) -> t
         [], [], [],
         token_capacity=shape.tokens, sequence_capacity=shape.rows,
         pages_per_sequence=shape.pages_per_row,
+        mask_offsets=np.zeros(entries * shape.tokens, np.int32) if entries else None,
     )  # fmt: skip
     arguments = (
         jax.ShapeDtypeStruct((shape.tokens, shape.heads, shape.head_dim), shape.dtype),
@@ -216,9 +243,8 @@ def abstract_call(shape: Shape, query_block: int, pages: int | None = None) -> t
     )
 
     def call(queries, cache, batch, work):
-        return gpu_paged.paged_attention(
-            queries, cache, batch, work,
-            query_block=query_block, scale=shape.scale, value_dim=shape.value_dim,
-        )  # fmt: skip
+        return GpuAttention(shape.attention)(
+            queries, cache, batch, work, query_block=query_block, scale=shape.scale
+        )
 
     return call, arguments

@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 from tbo_jax import gather_tokens, split_batch_decoder_layers
 from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.dense import dense_causal_attention
-from tbo_jax.attention.paged import paged_attention, write_pages
+from tbo_jax.attention.paged import XlaAttention, write_pages
 from tbo_jax.attention.work import AttentionWork, plan_attention
-from tests.attention.ragged import Case, Options, Shape, case_of, mixes, reference
+from tests.attention.ragged import (
+    Case,
+    Options,
+    Shape,
+    case_of,
+    mixes,
+    reference,
+    with_mask,
+)
 
 # Rows of up to 320 keys, three blocks of them: 20 pages are no whole number of blocks of 8.
 SHAPE, PLAIN = Shape(), Options()
@@ -33,16 +41,16 @@ def attend(batch, cache, queries, keys, values, *, query_block, options, shape=S
     old = AttentionWork(*(jnp.full(TOKENS + 3, 4321, jnp.int32) for _ in range(5)))
     cache = write_pages(cache, keys, values, batch)
     work = plan_attention(batch, query_block, old)
-    out = paged_attention(
+    out = XlaAttention(shape.attention)(
         queries, cache, batch, work, query_block=query_block, scale=shape.scale,
-        value_dim=shape.value_dim, **options.arguments(shape.heads),
+        **options.arguments(shape.heads),
     )  # fmt: skip
     return out, cache
 
 
-def attend_in_parts(batch, cache, queries, keys, values, *, query_block, count):
+def attend_in_parts(batch, cache, queries, keys, values, *, query_block, count, keep_spans=False):
     """The same through `count` micro-batches, which share the cache one after another."""
-    parts = split_batch_decoder_layers(batch, count)
+    parts = split_batch_decoder_layers(batch, count, keep_spans=keep_spans)
     bounds, outs = 0, []
     for part in parts:
         at = jnp.minimum(bounds + jnp.arange(part.token_capacity, dtype=jnp.int32), TOKENS - 1)
@@ -54,6 +62,7 @@ def attend_in_parts(batch, cache, queries, keys, values, *, query_block, count):
 
 
 in_parts = jax.jit(partial(attend_in_parts, query_block=16, count=2))
+spans_in_parts = jax.jit(partial(attend_in_parts, query_block=8, count=3, keep_spans=True))
 
 
 @cache
@@ -117,6 +126,54 @@ def test_latent_pages_hold_values_in_their_keys(
     run = compiled(query_block, PLAIN, LATENT)
     out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
     check(case, out, cache, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("query_block", "options", "shape"),
+    [
+        (16, PLAIN, SHAPE),
+        (1, Options(window=30, with_sinks=True), SHAPE),
+        (8, PLAIN, LATENT),
+    ],
+)
+@settings(max_examples=15, deadline=None)
+@given(st.data(), st.sampled_from([1, 2]), st.integers(0, 99))
+def test_mask_offsets_say_what_a_token_sees(
+    query_block: int, options: Options, shape: Shape, data: Any, entries: int, seed: int
+) -> None:
+    case = with_mask(case_of(shape, *data.draw(mixes(shape)), seed, seed % 2), entries, seed)
+    run = compiled(query_block, options, shape)
+    out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
+    check(case, out, cache, 2e-6, options)
+
+
+def test_the_mask_of_causal_attention_changes_nothing() -> None:
+    case = case_of(SHAPE, [1, 17, 1], [64, 120, 0], 2)
+    place = np.concatenate([np.arange(c, c + n) for c, n, *_ in case.rows])
+    place = np.pad(place, (0, TOKENS - len(place))).astype(np.int32)
+    plain, *masked = (
+        compiled(16, PLAIN)(
+            dataclasses.replace(case.batch, mask_offsets=offsets),
+            case.cache, case.queries, case.keys, case.values,
+        )[0]
+        for offsets in (None, 0 * place, np.stack([0 * place, place], 1).reshape(-1))
+    )  # fmt: skip
+    for out in masked:
+        np.testing.assert_array_equal(out, plain)
+
+
+@settings(max_examples=15, deadline=None)
+@given(mixes(SHAPE), st.integers(0, 99))
+@example(([TOKENS], [30]), 0)
+@example(([1, 1, 20], [0, 9, 3]), 1)
+def test_spans_that_stay_whole_see_the_same_in_micro_batches(
+    mix: tuple[list[int], list[int]], seed: int
+) -> None:
+    case = with_mask(case_of(SHAPE, *mix, seed), 2, seed)
+    out, cache = spans_in_parts(case.batch, case.cache, case.queries, case.keys, case.values)
+    count = len(case.slots)
+    np.testing.assert_allclose(out[:count], reference(case), atol=2e-6, rtol=0)
+    check_cache(case, cache)
 
 
 @settings(max_examples=15, deadline=None)

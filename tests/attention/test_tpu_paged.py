@@ -16,11 +16,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tbo_jax.attention import paged, tpu_paged
+from tbo_jax.attention import tpu_paged
 from tbo_jax.attention.cache import LayerCache
-from tbo_jax.attention.paged import write_pages
+from tbo_jax.attention.kernel import AttentionShape
+from tbo_jax.attention.paged import XlaAttention, write_pages
+from tbo_jax.attention.tpu_paged import TpuAttention
 from tbo_jax.attention.work import AttentionWork, plan_attention
-from tests.attention.ragged import Case, Options, Shape, case_of, mixes, reference
+from tests.attention.ragged import Case, Options, Shape, case_of, mixes, reference, with_mask
 
 PLAIN = Options()
 SHAPE = Shape(8, 2, 128, jnp.bfloat16, page_size=16, pages_per_row=4, tokens=12, rows=3)
@@ -71,8 +73,9 @@ def compiled(options: Options) -> Any:
     """One layer's write and read: batch, cache, queries, keys, values -> output."""
 
     def attend(batch, cache, queries, keys, values):
-        work = plan_attention(batch, 4, AttentionWork.zeros(1, SHAPE.tokens))
-        return tpu_paged.paged_attention(
+        kernel = TpuAttention(SHAPE.attention)
+        work = kernel.plan(batch, 4, AttentionWork.zeros(1, SHAPE.tokens))
+        return kernel(
             queries, write_pages(cache, keys, values, batch), batch, work,
             query_block=4, scale=SHAPE.scale, **options.arguments(SHAPE.heads),
         )  # fmt: skip
@@ -147,6 +150,25 @@ def test_a_table_too_large_for_scalar_memory_is_read_by_xla(caplog: Any) -> None
     assert "a table of 3 x 4 pages is too large" in caplog.text
 
 
+def test_mask_offsets_are_never_ignored() -> None:
+    case = with_mask(case_of(SHAPE, [1, 7], [30, 0], 3), 2, 0)
+    kernel = TpuAttention(SHAPE.attention)
+    with pytest.raises(ValueError, match="mask_offsets are not supported by the TPU kernel"):
+        kernel(
+            case.queries, case.cache, case.batch, AttentionWork.zeros(1, SHAPE.tokens),
+            query_block=4, scale=1.0,
+        )  # fmt: skip
+
+
+def test_what_the_kernel_does_not_use_is_not_planned() -> None:
+    """Its rows it walks itself; XLA's attention, where it stands in, needs the work items."""
+    batch = case_of(SHAPE, [1, 7], [30, 0], 3).batch
+    empty, kernel = AttentionWork.zeros(1, SHAPE.tokens), TpuAttention(SHAPE.attention)
+    assert kernel.plan(batch, 4, empty) is empty
+    with mock.patch.object(tpu_paged, "SCALAR_MEMORY", 3 * 128 * 4 - 1):
+        assert kernel.plan(batch, 4, empty).num_queries.tolist()[:3] == [1, 4, 3]
+
+
 @pytest.mark.parametrize("options", [PLAIN, Options(window=5, with_sinks=True)])
 def test_xla_reads_both_layouts_alike(options: Options) -> None:
     case = case_of(SHAPE, [1, 7], [30, 9], 4, layer=1)
@@ -154,7 +176,7 @@ def test_xla_reads_both_layouts_alike(options: Options) -> None:
     @jax.jit
     def attend(batch, cache, queries, keys, values):
         work = plan_attention(batch, 4, AttentionWork.zeros(1, SHAPE.tokens))
-        return paged.paged_attention(
+        return XlaAttention(SHAPE.attention)(
             queries, write_pages(cache, keys, values, batch), batch, work,
             query_block=4, scale=SHAPE.scale, **options.arguments(SHAPE.heads),
         )  # fmt: skip
@@ -168,20 +190,24 @@ def test_xla_reads_both_layouts_alike(options: Options) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "kv_heads", "dtype", "sinks", "reason"),
+    ("head_dim", "kv_heads", "dtype", "more", "reason"),
     [
-        (128, 4, jnp.bfloat16, False, None),
-        (128, 16, jnp.bfloat16, False, None),
-        (128, 4, jnp.float32, False, "float32 would be rounded"),
-        (64, 4, jnp.bfloat16, False, "head size 64 is not 128"),
-        (128, 6, jnp.bfloat16, False, "6 key/value heads do not fill tiles"),
-        (128, 4, jnp.bfloat16, True, "it takes no sinks"),
+        (128, 4, jnp.bfloat16, {}, None),
+        (128, 16, jnp.bfloat16, {}, None),
+        (128, 4, jnp.float32, {}, "float32 would be rounded"),
+        (64, 4, jnp.bfloat16, {}, "head size 64 is not 128"),
+        (128, 6, jnp.bfloat16, {}, "6 key/value heads do not fill tiles"),
+        (128, 4, jnp.bfloat16, dict(sinks=True), "it takes no sinks"),
+        (128, 4, jnp.bfloat16, dict(masked=True), "it takes no mask offsets"),
+        (128, 1, jnp.bfloat16, dict(value_dim=64), "it takes no latent pages"),
     ],
 )
 def test_unsupported(
-    head_dim: int, kv_heads: int, dtype: Any, sinks: bool, reason: str | None
+    head_dim: int, kv_heads: int, dtype: Any, more: dict[str, Any], reason: str | None
 ) -> None:
-    found = tpu_paged.unsupported(head_dim, kv_heads, dtype, sinks)
+    found = TpuAttention.unsupported(
+        AttentionShape(2 * kv_heads, kv_heads, head_dim, dtype, **more)
+    )
     assert found is None if reason is None else reason in str(found)
 
 

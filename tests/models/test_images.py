@@ -113,9 +113,9 @@ def test_micro_batches_cut_no_image(monkeypatch):
     assert int(first.num_tokens) + int(second.num_tokens) == count
     images = []
 
-    def spy(batch, micro_batches, image_token_id):
+    def spy(batch, micro_batches, image_token_id, **options):
         images.append(image_token_id)
-        return split_batch_decoder_layers(batch, micro_batches, image_token_id)
+        return split_batch_decoder_layers(batch, micro_batches, image_token_id, **options)
 
     monkeypatch.setattr("tbo_jax.step.forward.split_batch_decoder_layers", spy)
     runner = make_runner(micro_batches=2)
@@ -157,8 +157,8 @@ def test_other_fields_than_those_the_runner_is_for_are_refused():
 
     refused("got no inputs_embeds with Inputs", inputs_embeds=None)
     refused(r"positions must be \[R, 3, T\] with Inputs", positions=full.positions[:, 0])
-    refused("mask_offsets and rotary_tables", mask_offsets=full.token_ids)
-    refused("mask_offsets and rotary_tables", rotary_tables=full.page_table)
+    refused("got some mask_offsets with Inputs", mask_offsets=full.token_ids)
+    refused("got some rotary_tables with Inputs", rotary_tables=full.page_table)
     runner = make_runner(inputs=Inputs())
     refused("got some inputs_embeds with Inputs", positions=full.positions[:, 0])
     refused(r"positions must be \[R, T\] with Inputs", inputs_embeds=None)

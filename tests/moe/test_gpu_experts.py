@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from tbo_jax.moe import gpu_experts
 from tbo_jax.moe.activation import SwiGlu
 from tbo_jax.moe.expert_weights import ExpertWeights
+from tbo_jax.moe.gpu_experts import GpuExperts
+from tbo_jax.moe.kernel import ExpertShape
 from tests.gpu_lowering import lower_for_gpu
 from tests.moe.stacks import CLAMPED, between_others, one_by_one
 
@@ -33,6 +35,11 @@ class Shape:
     width: int = 128
     dtype: Any = np.float32
     biased: bool = False  # and clamped
+
+    @property
+    def of_experts(self) -> ExpertShape:
+        """As the kernel wants it."""
+        return ExpertShape(self.hidden, self.width, self.dtype)
 
     def operands(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of rows, weights of the choices, gate and up, down, and of the biases."""
@@ -62,7 +69,8 @@ def compiled(shape: Shape) -> Any:
     def apply(rows, ids, weights, *arrays):
         activation = CLAMPED if shape.biased else SwiGlu()
         matrices = between_others(*arrays, activation=activation)
-        return gpu_experts.apply_experts(rows, ids, weights, matrices, interpret=True)
+        kernel = GpuExperts(shape.of_experts, interpret=True)
+        return kernel(rows, ids, weights, matrices)
 
     lowered = jax.jit(apply).lower(rows, ids, weights, *matrices)
     return lowered.compile({"xla_backend_optimization_level": "0"})
@@ -191,7 +199,7 @@ def test_choices_are_sorted_by_expert(seed: int, skew: float, outside: float) ->
     ],
 )
 def test_unsupported(hidden: int, width: int, reason: str | None) -> None:
-    assert gpu_experts.unsupported(hidden, width) == reason
+    assert GpuExperts.unsupported(ExpertShape(hidden, width, jnp.bfloat16)) == reason
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -203,4 +211,4 @@ def test_lowers_for_a_gpu(rows: int, dtype: Any) -> None:
         x, weights, *arrays = (jax.ShapeDtypeStruct(axes, dtype) for axes in shape.operands())
         ids = jax.ShapeDtypeStruct((rows, shape.top_k), jnp.int32)
         matrices = ExpertWeights(*arrays, activation=CLAMPED if biased else SwiGlu())
-        lower_for_gpu(gpu_experts.apply_experts, (x, ids, weights, matrices))
+        lower_for_gpu(GpuExperts(shape.of_experts), (x, ids, weights, matrices))

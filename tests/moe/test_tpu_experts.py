@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from tbo_jax.moe import tpu_experts
 from tbo_jax.moe.activation import SwiGlu
+from tbo_jax.moe.kernel import ExpertLoad, ExpertShape
+from tbo_jax.moe.tpu_experts import TpuExperts
 from tests.moe.stacks import CLAMPED, between_others, one_by_one
 
 HIDDEN, WIDTH = 128, 256
@@ -28,7 +30,8 @@ def compiled(shape: tuple[int, int, int], biased: bool = False) -> Any:
 
     def apply(rows, ids, weights, *arrays):
         matrices = between_others(*arrays, activation=CLAMPED if biased else SwiGlu())
-        return tpu_experts.apply_experts(rows, ids, weights, matrices, interpret=True)
+        kernel = TpuExperts(ExpertShape(HIDDEN, WIDTH, bf16), interpret=True)
+        return kernel(rows, ids, weights, matrices)
 
     lowered = jax.jit(apply).lower(
         jax.ShapeDtypeStruct((rows, HIDDEN), bf16),
@@ -144,13 +147,14 @@ def test_each_row_of_a_group_is_visited_once(sizes: list[int], empty: bool) -> N
     ],
 )
 def test_unsupported(hidden: int, width: int, dtype: Any, reason: str | None) -> None:
-    found = tpu_experts.unsupported(hidden, width, dtype)
+    found = TpuExperts.unsupported(ExpertShape(hidden, width, dtype))
     assert found is None if reason is None else reason in str(found)
 
 
 @pytest.mark.parametrize(
-    ("rows", "bound", "chosen", "turns"),
-    [(1024, 8192, 1024, 1), (1024, 8192, 8192, 7), (1, 8, 1, 1), (1024, 8192, 0, 0)],
+    ("rows", "chosen", "turns"), [(1024, 1024, 1), (1024, 8192, 7), (1, 1, 1), (1024, 0, 0)]
 )
-def test_turns_follow_what_is_here(rows: int, bound: int, chosen: float, turns: float) -> None:
-    assert tpu_experts.expected_turns(rows, bound, chosen) == {tpu_experts.CHUNKS: turns}
+def test_turns_follow_what_is_here(rows: int, chosen: float, turns: float) -> None:
+    kernel = TpuExperts(ExpertShape(HIDDEN, WIDTH, jnp.bfloat16))
+    load = ExpertLoad(rows, top_k=8, chosen=chosen, num_experts=16)
+    assert kernel.expected_turns(load) == {tpu_experts.CHUNKS: turns}

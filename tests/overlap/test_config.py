@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tbo_jax import OverlapConfig
+from tbo_jax import Bucket, CacheConfig, OverlapConfig
 
 
 @pytest.mark.parametrize(
@@ -69,3 +71,42 @@ def test_candidates_of_a_step() -> None:
     assert config.micro_batches(8) == 1  # not timed
     assert OverlapConfig("on").candidates(8) == (2,)
     assert OverlapConfig("off").candidates(8) == (1,)
+
+
+@pytest.mark.parametrize("name", ["num_micro_batches", "min_tokens"])
+@pytest.mark.parametrize("value", [True, 2.0, "2", None])
+def test_numbers_are_integers(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be an integer from [12], got {value!r}"):
+        OverlapConfig(**{name: value})
+    assert getattr(OverlapConfig(**{name: np.int64(2)}), name) == 2
+
+
+@pytest.mark.parametrize("name", ["tokens", "sequences", "drafts"])
+@pytest.mark.parametrize("value", [-1, True, 4.0, "4"])
+def test_a_bucket_has_whole_sizes(name: str, value: Any) -> None:
+    sizes = dict(tokens=4, sequences=4, decode=True)
+    assert Bucket(**sizes | {name: np.int32(2)})
+    with pytest.raises(ValueError, match=f"{name} must be .* got {value!r}"):
+        Bucket(**sizes | {name: value})
+
+
+def test_a_bucket_without_room_or_of_no_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
+        Bucket(0, 4)
+    with pytest.raises(ValueError, match="sequences must be at least 1, got 0"):
+        Bucket(4, 0)
+    with pytest.raises(ValueError, match="decode must be True or False, got 1"):
+        Bucket(4, 4, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="drafts is 2, decode False"):
+        Bucket(4, 4, drafts=2)
+
+
+@pytest.mark.parametrize("name", ["num_pages", "page_size", "pages_per_sequence", "max_tokens"])
+@pytest.mark.parametrize("value", [0, -1, True, 8.0, "8"])
+def test_a_cache_has_whole_sizes(name: str, value: Any) -> None:
+    sizes = dict(num_pages=9, page_size=4, pages_per_sequence=2, max_tokens=16)
+    assert CacheConfig(**sizes | {name: np.int64(8)})
+    with pytest.raises(ValueError, match=f"{name} must be .* got {value!r}"):
+        CacheConfig(**sizes | {name: value})
+    with pytest.raises(ValueError, match=r"num_pages must be at least 2, got 1 \(page 0"):
+        CacheConfig(**sizes | {"num_pages": 1})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -87,7 +88,7 @@ def batch_of(ragged: Ragged) -> ForwardBatch:
     )
     positions = rng.integers(1, 999, (3, TOKENS)).astype(np.int32)
     offsets = rng.integers(1, 999, 2 * TOKENS).astype(np.int32)
-    rotary = rng.integers(1, 999, (ROWS, 2, 2)).astype(np.float32)
+    rotary = rng.integers(1, 999, (ROWS, 2, 3, 2)).astype(np.float32)
     embeds = rng.integers(1, 999, (TOKENS, 3)).astype(np.float32)
     positions[:, count:], offsets[2 * count :], rotary[rows:], embeds[count:] = 0, 0, 0, 0
     return dataclasses.replace(
@@ -334,6 +335,83 @@ def test_nearest_admissible_cut(tokens: list[list[int]], sizes: list[int]) -> No
     check(ragged, batch, parts)
 
 
+# Spans of `mask_offsets`
+
+
+def reference_span_cut(ragged: Ragged, spans: np.ndarray, ideal: int) -> int:
+    """The nearest cut with no token before it that may see one of its sequence behind it."""
+    places = [
+        (row, context + number)
+        for row, (ids, context) in enumerate(zip(ragged.tokens, ragged.contexts, strict=True))
+        for number in range(len(ids))
+    ]
+    admissible = [
+        cut
+        for cut in range(1, len(places))
+        if not any(
+            places[before][0] == places[behind][0] and places[behind][1] <= spans[before, 1]
+            for before in range(cut)
+            for behind in range(cut, len(places))
+        )
+    ]
+    return min(admissible, key=lambda cut: (abs(cut - ideal), cut), default=0)
+
+
+by_spans = jax.jit(partial(split_batch_decoder_layers, keep_spans=True))
+by_spans_and_image = jax.jit(
+    partial(split_batch_decoder_layers, keep_spans=True, image_token_id=IMAGE)
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(ragged_batches(), st.integers(0, 99))
+@example(ragged_of([TOKENS]), 0)
+@example(ragged_of([9, 9]), 1)
+def test_spans_are_never_cut(ragged: Ragged, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    spans = rng.integers(-5, 999, (TOKENS, 2)).astype(np.int32)
+    token = 0
+    for ids, context in zip(ragged.tokens, ragged.contexts, strict=True):
+        for place in range(context, context + len(ids)):
+            reach = rng.choice([-3, 0, 0, 0, 1, 2, 6, 500], p=[0.1, *[0.25] * 3, *[0.0375] * 4])
+            spans[token, 1] = place + reach
+            token += 1
+    batch = dataclasses.replace(batch_of(ragged), mask_offsets=spans.reshape(-1))
+    total = ragged.count
+    parts = by_spans(batch)
+    check(ragged, batch, parts)
+    ideal = -(-total // 2) if total > 1 else 0
+    cut = reference_span_cut(ragged, spans, ideal) if ideal else 0
+    assert sizes_of(parts) == [cut, total - cut]
+    assert_same(by_spans(with_garbage(batch, seed)), parts)
+
+
+def test_images_and_spans_both_stay_whole() -> None:
+    ragged = Ragged(((1, IMAGE, IMAGE, 1, 1, 1, 1, 1),), (0,))
+    last = np.arange(TOKENS)
+    last[3:6] = 5  # with the image before it no cut from 2 to 5 but 3
+    spans = np.stack([0 * last, last], 1).astype(np.int32)
+    batch = dataclasses.replace(batch_of(ragged), mask_offsets=spans.reshape(-1))
+    assert sizes_of(by_spans_and_image(batch)) == [3, 5]
+    last[1:6] = 5
+    spans[:, 1] = last
+    batch = dataclasses.replace(batch, mask_offsets=spans.reshape(-1))
+    assert sizes_of(by_spans_and_image(batch)) == [6, 2]
+
+
+def test_spans_are_needed_to_keep_them() -> None:
+    for offsets, shape in ((None, "None"), (np.zeros(TOKENS, np.int32), r"\(23,\)")):
+        batch = dataclasses.replace(SMALL, mask_offsets=offsets)
+        with pytest.raises(
+            ValueError, match=rf"needs mask_offsets \[2T\] for T = 23, got shape {shape}"
+        ):
+            split_batch_decoder_layers(batch, keep_spans=True)
+    with pytest.raises(ValueError, match="keep_spans must be True or False, got 1"):
+        split_batch_decoder_layers(SMALL, keep_spans=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give cut or keep_spans, not both"):
+        split_batch_decoder_layers(SMALL, keep_spans=True, cut=3)
+
+
 # Given cuts
 
 
@@ -388,17 +466,86 @@ def test_gather_restores_the_order(ragged: Ragged, count: int, random: Any) -> N
     assert found[:, 1].tolist() == [-flat[token] for token in order]
 
 
+def test_gather_refuses_what_does_not_agree() -> None:
+    parts = by_count[2](batch_of(ragged_of([3, 4])))
+    slots = parts[0].token_capacity
+    values = [np.zeros((slots, 2), np.float32)] * 2
+    at = np.arange(7, dtype=np.int32)
+    gather_tokens(values, parts, at)
+
+    def refused(message: str, values: Any = values, parts: Any = parts, at: Any = at) -> None:
+        for gather in (gather_tokens, lambda *given: jax.eval_shape(gather_tokens, *given)):
+            with pytest.raises(ValueError, match=message):
+                gather(values, parts, at)
+
+    refused("got 1 arrays and 2 micro-batches", values[:1])
+    refused("got 0 arrays and 0 micro-batches", [], [])
+    refused(r"micro-batch 0 has shape \(11, 2\) for 12 token slots", [v[:-1] for v in values])
+    refused(r"micro-batch 1 has shape \(12, 3\)", [values[0], np.zeros((slots, 3), np.float32)])
+    refused("micro-batch 1 has dtype int32", [values[0], np.zeros((slots, 2), np.int32)])
+    refused(r"tokens must be integers \[N\], got shape \(1, 7\)", at=at[None])
+    refused(r"tokens must be integers \[N\], got shape \(7,\) of float32", at=at.astype(np.float32))
+    for outside in (-1, 7):
+        with pytest.raises(ValueError, match=rf"7 live tokens, got {min(outside, 0)} to"):
+            gather_tokens(values, parts, np.array([0, outside], np.int32))
+
+
 # Errors
 
 SMALL = batch_of(ragged_of([3, 4]))
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_no_micro_batches_is_refused(count: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"num_micro_batches must be an integer from 1, got {count}"
-    ):
-        split_batch_decoder_layers(SMALL, count)
+@pytest.mark.parametrize("name", ["num_micro_batches", "capacity", "image_token_id"])
+@pytest.mark.parametrize("value", [-1, True, 2.0, "2", [2]])
+def test_arguments_are_whole_numbers(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must be .* got {re.escape(repr(value))}"):
+        split_batch_decoder_layers(SMALL, **{name: value})
+
+
+def test_no_micro_batches_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_micro_batches must be at least 1, got 0"):
+        split_batch_decoder_layers(SMALL, 0)
+    with pytest.raises(ValueError, match="image_token_id must be an int32, got 2147483648"):
+        split_batch_decoder_layers(SMALL, image_token_id=2**31)
+    with pytest.raises(ValueError, match="a split needs a ForwardBatch, got dict"):
+        split_batch_decoder_layers({})  # type: ignore[type-var]
+
+
+def test_arguments_may_be_integers_of_numpy() -> None:
+    found = split_batch_decoder_layers(SMALL, np.int64(2), None, np.int32(3), capacity=np.int8(9))
+    assert_same(found, split_batch_decoder_layers(SMALL, 2, cut=3, capacity=9))
+
+
+@pytest.mark.parametrize("cut", [True, 2.0, "2", [2.0], [None], 2**40, {}])
+def test_a_cut_that_is_no_number_of_tokens_is_refused(cut: Any) -> None:
+    with pytest.raises(ValueError, match=rf"number of tokens.* got {re.escape(repr(cut))}"):
+        split_batch_decoder_layers(SMALL, cut=cut)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_tokens=24), "num_tokens must be from 0 to 23, got 24"),
+        (dict(num_tokens=-1), "num_tokens must be from 0 to 23, got -1"),
+        (dict(num_tokens=6), r"query_lens must add up to num_tokens = 6, got \[3, 4\]"),
+        (dict(num_sequences=7), "num_sequences must be from 0 to 6, got 7"),
+        (dict(query_lens=(8, -1)), "query_lens must not be negative, got -1"),
+        (dict(context_lens=(0, -2)), "context_lens must not be negative, got -2"),
+        (dict(cu_query_lens=(0, 4, 7)), r"cu_query_lens .* got \[0, 4, 7\]"),
+        (dict(sequence_ids=(0, 0, 1, 1, 1, 1, 1)), r"sequence_ids must be the row of each token"),
+    ],
+)
+def test_counts_that_contradict_each_other_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    """Where they are known: inside jit nobody knows them."""
+    (name,) = changes
+    array = np.array(getattr(SMALL, name))
+    array[... if array.ndim == 0 else slice(0, len(changes[name]))] = changes[name]
+    batch = dataclasses.replace(SMALL, **{name: array})
+    with pytest.raises(ValueError, match=rf"ForwardBatch\.{message}"):
+        split_batch_decoder_layers(batch)
+    by_count[2](batch)
 
 
 def test_cut_and_image_id_exclude_each_other() -> None:
@@ -423,7 +570,7 @@ def test_wrong_number_of_cuts_is_refused(count: int, cut: Any) -> None:
 def test_capacity_below_a_balanced_share_is_refused() -> None:
     with pytest.raises(ValueError, match="capacity 11 is too small: 23 tokens in 2 micro-batches"):
         split_batch_decoder_layers(SMALL, capacity=11)
-    with pytest.raises(ValueError, match="capacity 0 is too small"):
+    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
         split_batch_decoder_layers(SMALL, cut=3, capacity=0)
 
 

@@ -11,19 +11,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tbo_jax.attention import gpu_paged, paged, tpu_paged
+from tbo_jax.attention.gpu_paged import GpuAttention
+from tbo_jax.attention.kernel import AttentionShape
+from tbo_jax.attention.paged import QUERY_BLOCK, XlaAttention
+from tbo_jax.attention.tpu_paged import TpuAttention
 from tbo_jax.layers.config import DecoderConfig
-from tbo_jax.moe import experts, gpu_experts, tpu_experts
+from tbo_jax.moe.experts import XlaExperts
+from tbo_jax.moe.gpu_experts import GpuExperts
+from tbo_jax.moe.tpu_experts import TpuExperts
 from tbo_jax.schedule.model_step import read_shape
-from tbo_jax.step.kernels import Kernels, choose_kernels
+from tbo_jax.step.kernels import Kernels, attention_shape, choose_kernels, expert_shape
 
 SPARSE = read_shape("qwen3-30b-a3b", 1)
-GROUP = SPARSE.num_heads // SPARSE.num_kv_heads
-ON_GPU = Kernels(
-    attention=gpu_paged.paged_attention,
-    experts=gpu_experts.apply_experts,
-    prefill_query_block=gpu_paged.query_block(GROUP),
-)
+SHAPE = attention_shape(SPARSE)
+EXPERTS = expert_shape(SPARSE)
+BY_XLA = Kernels(XlaAttention(SHAPE), XlaExperts(EXPERTS))
+ON_GPU = Kernels(GpuAttention(SHAPE), GpuExperts(EXPERTS))
 
 
 def device(platform: str, **attributes: Any) -> Any:
@@ -41,9 +44,9 @@ def with_shape(**sizes: Any) -> DecoderConfig:
         (device("gpu", compute_capability="8.0"), ON_GPU),
         (device("gpu", compute_capability="12.0"), ON_GPU),
         (device("cuda"), ON_GPU),  # described, not there
-        (device("gpu", compute_capability="7.5"), Kernels()),
-        (device("gpu", compute_capability="gfx942"), Kernels()),
-        (device("rocm"), Kernels()),
+        (device("gpu", compute_capability="7.5"), BY_XLA),
+        (device("gpu", compute_capability="gfx942"), BY_XLA),
+        (device("rocm"), BY_XLA),
     ],
     ids=["Hopper", "Ampere", "Blackwell", "described", "Turing", "ROCm as gpu", "ROCm"],
 )
@@ -52,17 +55,13 @@ def test_by_device(on: Any, expected: Kernels) -> None:
 
 
 def test_on_cpu_all_is_plain_xla() -> None:
-    chosen = choose_kernels(jax.devices()[0], SPARSE)
-    assert chosen == Kernels(
-        attention=paged.paged_attention,
-        experts=experts.apply_experts,
-        prefill_query_block=paged.QUERY_BLOCK,
-    )
+    assert choose_kernels(jax.devices()[0], SPARSE) == BY_XLA
 
 
 def test_the_query_block_fills_the_rows_of_a_program() -> None:
     for group, expected in ((1, 64), (3, 16), (8, 8), (64, 1)):
-        assert gpu_paged.query_block(group) == expected
+        kernel = GpuAttention(AttentionShape(2 * group, 2, 128, jnp.bfloat16))
+        assert kernel.query_block == expected
 
 
 @pytest.mark.parametrize(
@@ -84,54 +83,38 @@ def test_a_shape_that_a_kernel_does_not_take(
         ]
     (record,) = caplog.records
     assert reason in record.getMessage()
-    fallback = Kernels()
-    use = {"gpu": ON_GPU, "xla": fallback}
-    assert (
-        found
-        == [
-            dataclasses.replace(
-                fallback,
-                attention=use[attention].attention,
-                experts=use[moe].experts,
-                prefill_query_block=use[attention].prefill_query_block,
-            )
-        ]
-        * 2
-    )
+    use = {"gpu": ON_GPU, "xla": BY_XLA}
+    assert [type(kernels.attention) for kernels in found] == [type(use[attention].attention)] * 2
+    assert [type(kernels.experts) for kernels in found] == [type(use[moe].experts)] * 2
 
 
 def test_a_dense_model_asks_for_no_experts(caplog: Any) -> None:
     config = with_shape(num_experts=0, expert_intermediate_size=0, dtype=jnp.float32)
     with caplog.at_level(logging.WARNING, "tbo_jax.step.kernels"):
         chosen = choose_kernels(device("cuda"), config)
-    assert chosen.experts is experts.apply_experts
-    assert chosen.attention is gpu_paged.paged_attention
+    assert chosen.experts == XlaExperts(expert_shape(config))
+    assert chosen.attention == GpuAttention(attention_shape(config))
     assert not caplog.records
 
 
-ON_TPU = Kernels(
-    attention=tpu_paged.paged_attention,
-    page_layout="interleaved",
-    experts=tpu_experts.apply_experts,
-    prefill_query_block=tpu_paged.query_block(GROUP),
-)
+ON_TPU = Kernels(TpuAttention(SHAPE), TpuExperts(EXPERTS))
 
 
 @pytest.mark.parametrize(
     ("sizes", "attention", "moe", "reasons"),
     [
         ({}, ON_TPU, ON_TPU, ()),
-        (dict(head_dim=64), Kernels(), ON_TPU, ("TPU kernel for attention is not used: head",)),
+        (dict(head_dim=64), BY_XLA, ON_TPU, ("TPU kernel for attention is not used: head",)),
         (
             dict(hidden_size=2000),
             ON_TPU,
-            Kernels(),
+            BY_XLA,
             ("TPU kernel for experts is not used: hidden",),
         ),
-        (dict(dtype=jnp.float32), Kernels(), Kernels(), ("attention", "experts")),
+        (dict(dtype=jnp.float32), BY_XLA, BY_XLA, ("attention", "experts")),
         (
             dict(attention_sinks=True),
-            Kernels(),
+            BY_XLA,
             ON_TPU,
             ("TPU kernel for attention is not used: it takes no sinks",),
         ),
@@ -143,10 +126,29 @@ def test_on_tpu(
 ) -> None:
     with caplog.at_level(logging.WARNING, "tbo_jax.step.kernels"):
         found = choose_kernels(device("tpu"), with_shape(**sizes))
-    assert found == dataclasses.replace(attention, experts=moe.experts)
+    assert type(found.attention) is type(attention.attention)
+    assert found.attention.layout == attention.attention.layout
+    assert type(found.experts) is type(moe.experts)
     assert len(caplog.records) == len(reasons)
     for record, reason in zip(caplog.records, reasons):
         assert reason in record.getMessage()
+
+
+def test_batches_with_mask_offsets(caplog: Any) -> None:
+    """The GPU kernel reads them; on TPU XLA does, with one warning that names them."""
+    with caplog.at_level(logging.WARNING, "tbo_jax.step.kernels"):
+        on_gpu, on_cpu, on_tpu, _ = (
+            choose_kernels(device(platform), SPARSE, masked=True).attention
+            for platform in ("cuda", "cpu", "tpu", "tpu")
+        )
+    shape = attention_shape(SPARSE, masked=True)
+    assert (on_gpu, on_cpu, on_tpu) == (
+        GpuAttention(shape),
+        XlaAttention(shape),
+        XlaAttention(shape),
+    )
+    (record,) = caplog.records
+    assert "TPU kernel for attention is not used: it takes no mask offsets" in record.getMessage()
 
 
 LATENT = read_shape("deepseek-v3", 1)
@@ -175,9 +177,9 @@ def test_latent_attention(
     """Its pages are the same everywhere, whatever reads them."""
     with caplog.at_level(logging.WARNING, "tbo_jax.step.kernels"):
         found = choose_kernels(on, dataclasses.replace(LATENT, **sizes))
-    assert found.page_layout == "latent"
-    assert found.attention is (gpu_paged if taken else paged).paged_attention
-    assert found.prefill_query_block == (1 if taken else paged.QUERY_BLOCK)
+    assert found.attention.layout == "latent"
+    assert type(found.attention) is (GpuAttention if taken else XlaAttention)
+    assert found.attention.query_block == (1 if taken else QUERY_BLOCK)
     warned = [r.getMessage() for r in caplog.records]
     assert len(warned) == (reason is not None)
     assert reason is None or reason in warned[0]

@@ -92,6 +92,18 @@ def test_one_set_of_work_buffers_without_overlap():
     assert len(make_runner(devices=1, micro_batches=2).allocate().work) == 2
 
 
+def test_memory_that_the_overlap_takes_is_told():
+    """Five arrays of int32 for each of `max_tokens`, a set for each micro-batch."""
+    whole, split = (make_runner(devices=2, micro_batches=count) for count in (1, 2))
+    one_set = 5 * 4 * CACHE.max_tokens
+    assert whole.memory() == {"work_bytes": one_set, "temporary_bytes": {}}
+    buffers = split.allocate()
+    assert split.memory()["work_bytes"] == 2 * one_set == bytes_per_device(buffers.work, 2)
+    analysis = split.compile(DECODE).memory_analysis()
+    assert split.memory()["temporary_bytes"] == {"decode 4 x2": analysis.temp_size_in_bytes}
+    assert analysis.temp_size_in_bytes > 0
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_barriers_only_with_overlap(micro_batches):
     text = make_runner(devices=4, micro_batches=micro_batches).lower(PREFILL).as_text()

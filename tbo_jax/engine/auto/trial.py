@@ -115,6 +115,7 @@ def full_batch(bucket: Bucket, cache: CacheConfig, vocab_size: int, num_ranks: i
                 token_capacity=bucket.tokens,
                 sequence_capacity=bucket.sequences,
                 pages_per_sequence=cache.pages_per_sequence,
+                page_size=cache.page_size,
             )
             for _ in range(num_ranks)
         ]
