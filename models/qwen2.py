@@ -14,6 +14,7 @@ def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
 
     With `use_sliding_window` the layers from `max_window_layers` on have the window.
     """
+    hf.expect("use_mrope", False, None)
     windows = hf.flag("use_sliding_window") and hf.values.get("sliding_window", 4096) is not None
     first = hf.number("max_window_layers", 28, least=0)
     return hf.common(

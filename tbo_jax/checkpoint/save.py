@@ -43,6 +43,14 @@ def save_model(model: CausalLM, config: Mapping[str, Any], folder: Path, dtype: 
             tensors[source.name][whole] = np.swapaxes(part, -1, -2) if source.transpose else part
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    written = {key: value for key, value in config.items() if key != "quantization_config"}
-    text = json.dumps({**written, "torch_dtype": np.dtype(dtype).name}, indent=2)
+    text = json.dumps(_described(config, dtype), indent=2)
     (folder / "config.json").write_text(text + "\n", "utf-8")
+
+
+def _described(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """`config` for plain weights of `dtype`; also what is in it of the language model."""
+    key = "dtype" if "dtype" in config else "torch_dtype"  # of transformers 5, and before
+    written = {k: v for k, v in config.items() if k != "quantization_config"}
+    if isinstance(text := written.get("text_config"), Mapping):
+        written["text_config"] = _described(text, dtype)
+    return written | {key: np.dtype(dtype).name}

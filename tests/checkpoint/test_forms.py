@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from tbo_jax.checkpoint import load as loading
 from tbo_jax.checkpoint.load import load_model
+from tbo_jax.checkpoint.save import save_model
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
 from tbo_jax.parallel.sharding import make_mesh
 from tests.golden_cases import DATA
@@ -31,6 +32,7 @@ def rewrite(case: str, folder: Path, change: Callable[[Tensors], Tensors | None]
     source = TensorFolder.open(DATA / case)
     tensors = {name: source.read(name) for name in source.names}
     changed = change(tensors)
+    folder.mkdir(exist_ok=True)
     save_file(tensors if changed is None else changed, folder / "model.safetensors")
     values = json.loads((DATA / case / "config.json").read_text()) | config
     values = {key: value for key, value in values.items() if value is not ...}
@@ -287,3 +289,27 @@ def test_quantization_told_by_a_file_of_its_own(tmp_path, quantization, message)
 def test_quantization_told_elsewhere_in_the_configuration(tmp_path, changes, message):
     with pytest.raises(CheckpointError, match=message):
         load(rewrite("qwen3", tmp_path, unchanged, **changes))
+
+
+def test_a_model_with_a_nested_configuration_is_saved_and_loaded(tmp_path):
+    changes = nested_config() | {"torch_dtype": ..., "dtype": "float16"}
+    changes["text_config"] |= {"dtype": "float16", "quantization_config": {"quant_method": "fp8"}}
+    config = json.loads((DATA / "qwen2_vl" / "config.json").read_text()) | changes
+    config = {key: value for key, value in config.items() if value is not ...}
+    save_model(load(DATA / "qwen2_vl"), config, tmp_path, jnp.float32)
+    assert_same(tmp_path, "qwen2_vl")
+    written = json.loads((tmp_path / "config.json").read_text())
+    for part in (written, written["text_config"]):
+        assert part["dtype"] == "float32"
+        assert not {"torch_dtype", "quantization_config"} & part.keys()
+
+
+def test_a_model_with_a_head_that_differs_is_saved_and_loaded(tmp_path, caplog):
+    folder = rewrite("llama_tied_bf16", tmp_path / "one", head(lambda weight: weight * 2))
+    first = load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    save_model(first, config, tmp_path / "other", jnp.float32)
+    second = load(tmp_path / "other")
+    assert not second.config.tie_word_embeddings
+    np.testing.assert_array_equal(first.lm_head.weight[...], second.lm_head.weight[...])
+    assert len(caplog.records) == 2
