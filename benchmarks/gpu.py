@@ -522,8 +522,8 @@ def benchmark(args: Arguments, console: Console) -> dict[str, Any]:
     if args.platform == "cpu":
         config = dataclasses.replace(
             last_layers(config, 2), vocab_size=512, hidden_size=128, num_heads=4, num_experts=8,
-            num_kv_heads=2 if config.latent is None else 1, num_experts_per_token=2,
-            expert_intermediate_size=128,
+            num_kv_heads=2 if config.latent is None else 1, expert_intermediate_size=128,
+            router=config.router and dataclasses.replace(config.router, top_k=2),
         )  # fmt: skip
     result: dict[str, Any] = {
         "card": device.device_kind,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.models.hf_config import HfConfig
@@ -12,47 +12,58 @@ from tbo_jax.models.hf_config import HfConfig
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """Names of the tensors of a mixture of experts within a layer of a checkpoint.
+    """How the layers of a checkpoint hold a mixture of experts.
 
-    `{e}` stands for the number of the expert. The checkpoint keeps each projection as [out, in].
-    The defaults are the names that most families share; what a configuration has no use for is not
-    looked for.
+    Each expert has its matrices, [out, in], under `experts.{number}`; `gate`, `up` and `down` are
+    their names. With `fused` a tensor holds those of all E experts, of F features:
 
-    With `fused`, a tensor holds all E experts: `gate_up` [E, D, 2F] with the columns of gate and up
-    taking turns, `down` [E, F, D], and the biases [E, 2F] and [E, D]; `gate` and `up` are not used.
+    - halves: `experts.gate_up_proj` [E, 2F, D], the rows of gate first, `experts.down_proj`
+      [E, D, F], as transformers 5 has them in memory.
+    - alternating: [E, D, 2F] with the columns of gate and up taking turns, and [E, F, D]; biases
+      [E, 2F] and [E, D] have "_bias" at the end of these names.
+
+    `names` maps a dotted path within a layer, or the beginning of one, to what the checkpoint calls
+    it. `ndim` tells of the tensors, by their path, that have dimensions of one entry in front.
     """
 
-    router: str = "mlp.gate.weight"  # its bias: the same, with "bias" at the end
-    gate: str = "mlp.experts.{e}.gate_proj.weight"
-    up: str = "mlp.experts.{e}.up_proj.weight"
-    down: str = "mlp.experts.{e}.down_proj.weight"
-    fused: bool = False
-    gate_up: str = "mlp.experts.gate_up_proj"
-    gate_up_bias: str = "mlp.experts.gate_up_proj_bias"
-    down_bias: str = "mlp.experts.down_proj_bias"
-    router_bias: str = "mlp.gate.e_score_correction_bias"  # added to its scores
-    router_bias_rank: int = 1  # 2: [1, E] in the checkpoint
-    shared: str = "mlp.shared_experts"  # module of the shared experts
-    shared_gate: str = "mlp.shared_expert_gate.weight"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    fused: Literal["halves", "alternating"] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    ndim: Mapping[str, int] = field(default_factory=dict)
+
+    def name(self, path: str) -> str:
+        """What the checkpoint calls `path` of a layer."""
+        for ours in sorted(self.names, key=len, reverse=True):
+            if path == ours or path.startswith(ours + "."):
+                return self.names[ours] + path[len(ours) :]
+        return path
+
+
+FUSED = ExpertTensors(fused="halves")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture: how its config.json is read, and where its checkpoint keeps the experts.
+    """An architecture: how its config.json is read, and where its checkpoint keeps the tensors.
 
-    All other tensors follow the names of the Flax modules, which are those of Hugging Face.
+    Tensors follow the names of the Flax modules, which are those of Hugging Face, behind one of
+    `prefixes`; the head has none. `experts` are the forms that a mixture of experts may have,
+    that of published checkpoints first.
 
-    `ignored` lists the beginnings of the names of tensors that a checkpoint may hold and the model
-    does not use. `{prediction}` stands for the number of each layer that
+    `ignored` lists the beginnings, behind the prefix, of the names of tensors that a checkpoint may
+    hold and the model does not use. `{prediction}` stands for the number of each layer that
     `DecoderConfig.num_prediction_layers` counts. Any other tensor left over is an error.
     """
 
     parse_config: Callable[[HfConfig, Any], DecoderConfig]
-    experts: ExpertTensors | None = None
+    experts: tuple[ExpertTensors, ...] = ()
+    prefixes: tuple[str, ...] = ("model.", "")
     ignored: tuple[str, ...] = ()
 
     def ignores(self, name: str, config: DecoderConfig) -> bool:
-        """Whether tensor `name` is one of `ignored`."""
+        """Whether the tensor that is called `name` behind the prefix is one of `ignored`."""
         first = config.num_layers
         layers = range(first, first + config.num_prediction_layers)
         return any(

@@ -19,7 +19,7 @@ def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
         default_head_dim=128,
         default_theta=THETA,
         interleaved_rotary=True,
-        rms_norm_eps=hf.number("rms_norm_eps", 1e-5, float),
+        rms_norm_eps=hf.epsilon(1e-5),
         tie_word_embeddings=hf.flag("tie_word_embeddings", True),
         attention_bias=bias,
         attention_output_bias=bias,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tbo_jax.layers.config import DecoderConfig
-from tbo_jax.models.architecture import Architecture, ExpertTensors
-from tbo_jax.models.hf_config import HfConfig
+from tbo_jax.models.architecture import FUSED, Architecture, ExpertTensors
+from tbo_jax.models.hf_config import MOST_PARTS, HfConfig
+from tbo_jax.moe.routing import Routing
 
 
 def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
@@ -29,24 +30,28 @@ def sigmoid_experts(hf: HfConfig) -> dict[str, Any]:
     hf.expect("scoring_func", "sigmoid", None)
     hf.expect("topk_method", "noaux_tc", None)
     hf.expect("moe_layer_freq", 1, None)
-    layers, width = hf.number("num_hidden_layers"), hf.number("moe_intermediate_size")
+    layers, width = hf.num_layers, hf.number("moe_intermediate_size")
     dense = min(hf.number("first_k_dense_replace", least=0), layers)
     return dict(
         # Transformers 5 may write num_local_experts.
-        num_experts=hf.number("n_routed_experts", hf.values.get("num_local_experts")),
-        num_experts_per_token=hf.number("num_experts_per_tok"),
+        num_experts=hf.num_experts("n_routed_experts", "num_local_experts"),
         expert_intermediate_size=width,
         shared_expert_intermediate_size=width * hf.number("n_shared_experts", 0, least=0),
         dense_layers=frozenset(range(dense)),
-        routing="sigmoid",
-        routing_bias=True,
-        renormalize_experts=hf.flag("norm_topk_prob", True),
-        routed_scaling_factor=hf.number("routed_scaling_factor", 1.0, float),
-        num_expert_groups=hf.number("n_group"),
-        num_groups_per_token=hf.number("topk_group"),
+        router=Routing(
+            hf.number("num_experts_per_tok"),
+            score="sigmoid",
+            renormalize=hf.flag("norm_topk_prob", True),
+            scale=hf.number("routed_scaling_factor", 1.0, float),
+            num_groups=hf.number("n_group"),
+            groups_per_token=hf.number("topk_group"),
+        ),
+        correction_bias=True,
         float32_router=True,
-        num_prediction_layers=hf.number("num_nextn_predict_layers", 0, least=0),
+        num_prediction_layers=hf.number("num_nextn_predict_layers", 0, least=0, most=MOST_PARTS),
     )
 
 
-ARCHITECTURE = Architecture(parse_config, ExpertTensors(), ignored=("model.layers.{prediction}.",))
+ARCHITECTURE = Architecture(
+    parse_config, experts=(ExpertTensors(), FUSED), ignored=("layers.{prediction}.",)
+)

@@ -15,9 +15,15 @@ from tbo_jax.models.hf_config import HfConfig
 
 def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
     """The `DecoderConfig` of a Qwen2-VL config.json."""
-    hf.expect("use_sliding_window", False, None)
-    return hf.common(
+    # Transformers 5 writes what is of the language model into an object of its own.
+    nested = hf.nested("text_config")
+    text = nested if nested.values else hf
+    text.expect("use_sliding_window", False, None)
+    tied = "tie_word_embeddings"
+    return text.common(
         dtype,
+        model_type=hf.values["model_type"],
+        tie_word_embeddings=hf.flag(tied) or text.flag(tied),
         default_theta=1000000.0,
         mrope=True,
         attention_bias=True,
@@ -25,4 +31,8 @@ def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
     )
 
 
-ARCHITECTURE = Architecture(parse_config, ignored=("visual.",))
+ARCHITECTURE = Architecture(
+    parse_config,
+    prefixes=("model.language_model.", "model.", "language_model.", ""),
+    ignored=("visual.",),
+)

@@ -1,30 +1,32 @@
 """Headers of a safetensors folder: everything that is checked before a weight is read.
 
-Format (safetensors, Hugging Face): 8 bytes little-endian header length N, N bytes of JSON that map
-a tensor's name to ``{"dtype", "shape", "data_offsets": [begin, end]}``, then the data, row-major
-and little-endian, with no gap. A sharded checkpoint adds ``model.safetensors.index.json``, whose
-``weight_map`` maps a tensor's name to its file.
+A safetensors file is 8 bytes with the length N of its header (little-endian), N bytes of JSON with
+the dtype, the shape and the place of each tensor, and the data, row-major and little-endian, with
+no gap. The library `safetensors` reads and checks the header. A sharded checkpoint adds
+``model.safetensors.index.json``, whose ``weight_map`` maps a tensor's name to its file.
 
 A broken download thus fails before any weight is placed.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import math
-import os
-import reprlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import FileIO
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from tbo_jax.host.json_files import read_json_object
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -47,9 +49,6 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
 }
 
-_MAX_HEADER = 100_000_000  # bytes; the limit of the reference implementation
-_MAX_NDIM = 32  # what every NumPy can hold
-
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message says where and what was expected."""
@@ -71,19 +70,41 @@ class TensorInfo:
 
 
 def read_folder(root: Path) -> dict[str, TensorInfo]:
+    """Place, dtype and shape of every tensor of the checkpoint in `root`, by its name.
+
+    Raises:
+        CheckpointError: see `TensorFolder.open`.
+    """
+    single = root / SINGLE_FILE
     if (root / INDEX_FILE).exists():
-        return _read_shards(root, root / INDEX_FILE)
-    if (root / SINGLE_FILE).exists():
-        return _read_header(root / SINGLE_FILE)
+        weight_map = _read_index(root / INDEX_FILE)
+        files = Counter(weight_map.values())
+        lost = next((file for file in sorted(files) if not (root / file).exists()), None)
+        if lost is None:
+            if single.exists() and SINGLE_FILE not in files:
+                logger.warning(
+                    "%s is not read: the files that %s lists are all there", single, INDEX_FILE
+                )
+            return _read_shards(root, weight_map)
+        if not single.exists():
+            raise CheckpointError(
+                f"{root / lost}: missing; {INDEX_FILE} lists {files[lost]} tensors in it"
+            )
+        logger.warning("%s lists %s, which is not there: %s is read", INDEX_FILE, lost, single)
+    if single.exists():
+        return _read_header(single)
     if not root.is_dir():
         raise CheckpointError(f"{root}: not a folder")
     found = ", ".join(sorted(path.name for path in root.iterdir())[:20]) or "nothing"
     raise CheckpointError(f"{root}: expected {INDEX_FILE} or {SINGLE_FILE}, found {found}")
 
 
-def _read_shards(root: Path, index: Path) -> dict[str, TensorInfo]:
-    with open_file(index) as stream:
-        weight_map = _parse_object(stream.readall(), str(index)).get("weight_map")
+def _read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor, by its name."""
+    try:
+        weight_map = read_json_object(index).get("weight_map")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: expected a non-empty object 'weight_map'")
     for name, shard in weight_map.items():
@@ -93,126 +114,68 @@ def _read_shards(root: Path, index: Path) -> dict[str, TensorInfo]:
             raise CheckpointError(
                 f"{index}: tensor {name!r}: expected a .safetensors file beside it, not {shard!r}"
             )
+    return weight_map
+
+
+def _read_shards(root: Path, weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
     infos: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):
-        if not (root / shard).exists():
-            lost = sum(1 for file in weight_map.values() if file == shard)
-            raise CheckpointError(
-                f"{root / shard}: missing; {index.name} lists {lost} tensors in it"
-            )
         for name, info in _read_header(root / shard).items():
             if name in infos:
                 raise CheckpointError(
                     f"{root}: tensor {name!r} is in both {infos[name].file.name} and {shard}"
                 )
             if name not in weight_map:
-                raise CheckpointError(f"{root / shard}: {index.name} does not list tensor {name!r}")
+                raise CheckpointError(f"{root / shard}: {INDEX_FILE} does not list tensor {name!r}")
             infos[name] = info
     for name, shard in weight_map.items():
         if name not in infos or infos[name].file.name != shard:
             where = f"; it is in {infos[name].file.name}" if name in infos else ""
             raise CheckpointError(
-                f"{root / shard}: tensor {name!r} is missing, {index.name} lists it here{where}"
+                f"{root / shard}: tensor {name!r} is missing, {INDEX_FILE} lists it here{where}"
             )
     return infos
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
-    with open_file(path) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size < 8:
-            raise CheckpointError(f"{path}: truncated: {size} bytes, a header length takes 8")
-        prefix = _read_bytes(stream, 0, 8)
-        length = int.from_bytes(prefix, "little")
-        if prefix == b"version ":
-            raise CheckpointError(f"{path}: a Git LFS pointer, not the weights: run 'git lfs pull'")
-        if not 2 <= length <= _MAX_HEADER:
-            raise CheckpointError(
-                f"{path}: not safetensors: header length {length:,}, expected 2 to {_MAX_HEADER:,}"
-            )
-        if length > size - 8:
-            raise CheckpointError(
-                f"{path}: truncated: header length {length:,} bytes, the file has {size - 8:,}"
-            )
-        header = _parse_object(_read_bytes(stream, 8, length), f"{path}: the header")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(f"{path}: expected '__metadata__' to map strings to strings")
-    start = 8 + length
-    infos = {name: _parse_entry(path, name, entry, start) for name, entry in header.items()}
-    _check_layout(path, infos, start, size)
+    offset = _start_of_data(path)
+    infos: dict[str, TensorInfo] = {}
+    try:
+        # The library maps the file, but touches no page behind the header.
+        with safe_open(path, "numpy") as file:
+            for name in file.offset_keys():  # as they lie in the file, without a gap
+                tensor = file.get_slice(name)
+                code, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+                if code not in DTYPES:
+                    raise CheckpointError(
+                        f"{path}: tensor {name!r}: unknown dtype {code!r}, expected one of "
+                        f"{', '.join(DTYPES)}"
+                    )
+                infos[name] = TensorInfo(DTYPES[code], shape, path, offset)
+                offset += infos[name].nbytes
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path}: truncated or no safetensors file (was its download cut short?): {error}"
+        ) from error
     return infos
 
 
-def _parse_entry(path: Path, name: str, entry: object, start: int) -> TensorInfo:
-    where = f"{path}: tensor {name!r}"
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+def _start_of_data(path: Path) -> int:
+    """Bytes before the data; names what people meet most often in place of a safetensors file."""
+    start = np.zeros(8, np.uint8)
+    with open_file(path) as stream:
+        size = path.stat().st_size
+        if size >= len(start):
+            read_exactly(stream, 0, start)
+    prefix = start.tobytes()
+    if prefix == b"version ":
+        raise CheckpointError(f"{path}: a Git LFS pointer, not the weights: run 'git lfs pull'")
+    header = len(prefix) + int.from_bytes(prefix, "little")
+    if size < header:
         raise CheckpointError(
-            f"{where}: expected dtype, shape and data_offsets, not {reprlib.repr(entry)}"
+            f"{path}: truncated: it has {size:,} bytes, its header alone takes {header:,}"
         )
-    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    dtype = DTYPES.get(code) if isinstance(code, str) else None
-    if dtype is None:
-        known = ", ".join(DTYPES)
-        raise CheckpointError(
-            f"{where}: unknown dtype {reprlib.repr(code)}, expected one of {known}"
-        )
-    if not _is_sizes(shape) or len(shape) > _MAX_NDIM:
-        raise CheckpointError(
-            f"{where}: expected a shape, {_MAX_NDIM}-D at most, not {reprlib.repr(shape)}"
-        )
-    # NumPy refuses a shape whose non-zero sizes overflow, even where another size is zero.
-    if math.prod(size for size in shape if size) * dtype.itemsize >= 2**63:
-        raise CheckpointError(f"{where}: shape {shape} is larger than any memory")
-    if not _is_sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(
-            f"{where}: expected data_offsets [begin, end], not {reprlib.repr(offsets)}"
-        )
-    info = TensorInfo(dtype, tuple(shape), path, start + offsets[0])
-    if offsets[1] - offsets[0] != info.nbytes:
-        raise CheckpointError(
-            f"{where}: data_offsets {offsets} hold {offsets[1] - offsets[0]:,} bytes, "
-            f"expected {info.nbytes:,} for {code} {shape}"
-        )
-    return info
-
-
-def _check_layout(path: Path, infos: Mapping[str, TensorInfo], start: int, size: int) -> None:
-    """The tensors must cover the bytes [start, size) of the file, without overlap or gap."""
-    spans = sorted((info.offset, info.offset + info.nbytes, name) for name, info in infos.items())
-    end = max((stop for _, stop, _ in spans), default=start)
-    if end != size:
-        fault = "truncated" if end > size else "trailing bytes"
-        raise CheckpointError(
-            f"{path}: {fault}: header promises {end - start:,} bytes of data, "
-            f"the file has {size - start:,}"
-        )
-    for (_, stop, before), (begin, _, name) in pairwise([(start, start, ""), *spans]):
-        if begin < stop:
-            raise CheckpointError(f"{path}: tensors {before!r} and {name!r} overlap")
-        if begin > stop:
-            raise CheckpointError(f"{path}: {begin - stop:,} unused bytes before tensor {name!r}")
-
-
-def _is_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-
-
-def _parse_object(raw: bytes, what: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) != len(pairs):
-            key, count = Counter(key for key, _ in pairs).most_common(1)[0]
-            raise ValueError(f"key {key!r} occurs {count} times")
-        return value
-
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{what} must be a JSON object, not {type(value).__name__}")
-    return value
+    return header
 
 
 # --- File access ----------------------------------------------------------------------------------
@@ -223,12 +186,6 @@ def open_file(path: Path) -> FileIO:
         return open(path, "rb", buffering=0)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
-
-
-def _read_bytes(stream: FileIO, offset: int, size: int) -> bytes:
-    data = np.empty(size, np.uint8)
-    read_exactly(stream, offset, data)
-    return data.tobytes()
 
 
 def read_exactly(stream: FileIO, offset: int, data: NDArray[np.uint8]) -> None:

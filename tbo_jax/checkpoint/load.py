@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from tbo_jax.checkpoint.names import Source, parameter_sources
-from tbo_jax.checkpoint.quantized import WeightFormat, find_format
+from tbo_jax.checkpoint.names import (
+    HEAD,
+    Layout,
+    Source,
+    count_layers,
+    find_layout,
+    parameter_sources,
+)
+from tbo_jax.checkpoint.quantized import WeightFormat, find_format, read_quantization
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
+from tbo_jax.host.json_files import read_json_object
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.models import find_architecture
@@ -24,7 +33,10 @@ from tbo_jax.models.hf_config import HfConfig
 from tbo_jax.parallel.exchange import check_divisible
 from tbo_jax.parallel.sharding import TENSOR, parameter_spec
 
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+_COMPARED = 8 << 20  # bytes of two tensors that are compared at a time
 
 
 def read_config(folder: Path, dtype: Any) -> tuple[DecoderConfig, Architecture]:
@@ -34,25 +46,13 @@ def read_config(folder: Path, dtype: Any) -> tuple[DecoderConfig, Architecture]:
         CheckpointError: it is missing, is not JSON, or asks for something that is not supported.
     """
     path = folder / "config.json"
-    values = _read_values(path)
     try:
+        values = read_json_object(path)
         architecture = find_architecture(values.get("model_type"))
         return architecture.parse_config(HfConfig(values, str(path)), dtype), architecture
     except ValueError as error:
         message = str(error) if str(path) in str(error) else f"{path}: {error}"
         raise CheckpointError(message) from error
-
-
-def _read_values(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
-    return values
 
 
 def load_model(
@@ -83,8 +83,14 @@ def load_model(
     """
     config, architecture = read_config(folder, dtype)
     tensors = TensorFolder.open(folder)
-    quantization = _read_values(folder / "config.json").get("quantization_config")
-    weights = find_format(tensors, quantization)
+    weights = find_format(tensors, read_quantization(folder))
+    layout = find_layout(tensors.names, config, architecture)
+    # Before anything is built: a wrong number may be large.
+    if (found := count_layers(tensors.names, layout)) < config.num_layers:
+        raise CheckpointError(
+            f"{folder}: config.json has {config.num_layers:,} layers, the tensors are of {found:,}"
+        )
+    config = _untied_if_different(tensors, config, layout)
     try:
         if config.num_experts:
             check_divisible(config.num_experts, mesh.size)
@@ -94,12 +100,9 @@ def load_model(
         raise CheckpointError(f"{folder}: {error}") from error
     graph, state = nnx.split(abstract)
     flat = nnx.to_flat_state(state)
-    sources = {
-        path: parameter_sources(path, variable.shape, config, architecture)
-        for path, variable in flat
-    }
+    sources = {path: parameter_sources(path, variable, config, layout) for path, variable in flat}
     wanted = [s for found in sources.values() for s in found]
-    _check_tensors(tensors, weights, wanted, config, architecture)
+    _check_tensors(tensors, weights, wanted, config, architecture, layout)
 
     total = sum(_file_bytes(tensors, weights, source) for source in wanted)
     done = 0
@@ -112,6 +115,37 @@ def load_model(
         if progress is not None:
             progress(done, total)
     return nnx.merge(graph, nnx.from_flat_state(loaded))
+
+
+def _untied_if_different(
+    tensors: TensorFolder, config: DecoderConfig, layout: Layout
+) -> DecoderConfig:
+    """Without the tie of embedding and head, if both are there and not the same.
+
+    Transformers 5 does so, whatever config.json says.
+    """
+    if not config.tie_word_embeddings or not {HEAD, layout.embedding} <= set(tensors.names):
+        return config
+    if layout.embedding == HEAD or _are_equal(tensors, HEAD, layout.embedding):
+        return config
+    logger.warning(
+        "%s: config.json ties %s to %s, but both are there and differ: both count",
+        tensors.folder, HEAD, layout.embedding,
+    )  # fmt: skip
+    return replace(config, tie_word_embeddings=False)
+
+
+def _are_equal(tensors: TensorFolder, first: str, second: str) -> bool:
+    """Whether two tensors have the same shape, dtype and values, read a part at a time."""
+    one, other = tensors.info(first), tensors.info(second)
+    if (one.shape, one.dtype) != (other.shape, other.dtype) or not one.shape:
+        return False
+    rows = max(1, one.shape[0] * _COMPARED // max(one.nbytes, 1))
+    for start in range(0, one.shape[0], rows):
+        part = (slice(start, start + rows),)
+        if not np.array_equal(tensors.read(first, part), tensors.read(second, part)):
+            return False
+    return True
 
 
 def _file_bytes(tensors: TensorFolder, weights: WeightFormat, source: Source) -> int:
@@ -202,6 +236,7 @@ def _check_tensors(
     sources: Sequence[Source],
     config: DecoderConfig,
     architecture: Architecture,
+    layout: Layout,
 ) -> None:
     shapes = {source.name: source.tensor_shape for source in sources}
     wanted: dict[str, tuple[int, ...]] = {}
@@ -211,11 +246,11 @@ def _check_tensors(
     missing = sorted(wanted.keys() - present)
     if missing:
         raise CheckpointError(f"{tensors.folder}: {_listed(missing)} missing")
-    extra = sorted(
-        name
-        for name in present - wanted.keys()
-        if not (_redundant(name, config) or architecture.ignores(name, config))
-    )
+
+    def passed_over(name: str) -> bool:
+        return _redundant(name, config) or architecture.ignores(layout.behind_prefix(name), config)
+
+    extra = sorted(name for name in present - wanted.keys() if not passed_over(name))
     if extra:
         raise CheckpointError(
             f"{tensors.folder}: {_listed(extra)} not part of a {config.model_type} model "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -17,10 +18,12 @@ from numpy.typing import NDArray
 
 from tbo_jax.checkpoint.mxfp4 import Mxfp4Weights
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder, assign
+from tbo_jax.host.json_files import read_json_object
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _DECODED = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)  # twice as fast as a cast
 _COLUMNS = 256  # that are decoded together: they stay in the cache
+MODELOPT_FILE = "hf_quant_config.json"  # of NVIDIA's Model Optimizer
 SCALE = "_scale_inv"  # behind the name of a weight: by what it is multiplied, despite the name
 
 
@@ -126,6 +129,45 @@ class BlockScaledWeights(PlainWeights):
                 some = slice(column, column + _COLUMNS)
                 values = _DECODED[part[:, some].view(np.uint8)] * factor[some]
                 assign(place[:, some], values, tiled=transpose)
+
+
+def read_quantization(folder: Path) -> object:
+    """What the folder says of quantisation: `quantization_config` of its config.json, or None.
+
+    Raises:
+        CheckpointError: it is said in another place, whose formats are not supported.
+    """
+    values = _read_json(folder / "config.json")
+    text = values.get("text_config")
+    found: Any = values.get("quantization_config")
+    if isinstance(text, Mapping) and text.get("quantization_config") is not None:
+        if found is not None and found != text["quantization_config"]:
+            raise CheckpointError(
+                f"{folder}: config.json has a quantization_config and another in its text_config"
+            )
+        found = text["quantization_config"]
+    if values.get("compression_config") is not None:
+        raise CheckpointError(
+            f"{folder}: config.json: compression_config is not supported, expected "
+            "quantization_config or none"
+        )
+    modelopt = folder / MODELOPT_FILE
+    if modelopt.exists():
+        said = _read_json(modelopt).get("quantization")
+        said = said if isinstance(said, Mapping) else {"quantization": said}
+        if used := {k: v for k, v in said.items() if v and k != "exclude_modules"}:
+            raise CheckpointError(
+                f"{modelopt}: {used} is not supported, expected weights without quantisation, or a "
+                "quantization_config in config.json"
+            )
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def find_format(tensors: TensorFolder, quantization: object) -> WeightFormat:

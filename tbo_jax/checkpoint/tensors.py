@@ -1,7 +1,8 @@
 """Reader of a Hugging Face safetensors folder: checked up front, read in bounded memory.
 
-Reads go through plain file reads and not through ``mmap``: mapped pages count as resident memory,
-and loading would then peak at twice the weights.
+The library `safetensors` checks the headers, but reads the data through ``mmap``. Mapped pages
+count as resident memory, and loading would then peak at twice the weights. So the data goes through
+plain file reads here.
 """
 
 from __future__ import annotations
@@ -100,23 +101,23 @@ class TensorFolder:
     ) -> None:
         """Read a tensor, or a part of it (see `read`), into `out`, converting to its dtype.
 
-        `out` may be any writable view. With `transpose`, for a 2-D tensor, `out` has the shape of
-        ``tensor[index].T``. Floating dtypes convert to one another, integers to wider integers.
-        Temporary memory is one chunk (8 MiB), however large the tensor.
+        `out` may be any writable view. With `transpose` its last two dimensions are those of
+        ``tensor[index]`` the other way round. Floating dtypes convert to one another, integers to
+        wider integers. Temporary memory is one chunk (8 MiB), however large the tensor.
 
         Raises:
-            ValueError: as for `read`; a wrong or read-only `out`; `transpose` of a tensor that is
-                not 2-D; dtypes that do not convert.
+            ValueError: as for `read`; a wrong or read-only `out`; `transpose` of a tensor of fewer
+                than two dimensions; dtypes that do not convert.
             CheckpointError: no such tensor, or the file changed since the folder was opened.
         """
         info = self.info(name)
         ranges = _ranges(name, info.shape, index)
-        if transpose and len(info.shape) != 2:
-            raise ValueError(f"tensor {name!r}: only 2-D tensors transpose, not {info.shape}")
-        target = out.T if transpose else out
-        expected = tuple(stop - start for start, stop in ranges)
-        if target.shape != expected:
-            wanted = expected[::-1] if transpose else expected
+        if transpose and len(info.shape) < 2:
+            raise ValueError(f"tensor {name!r}: a shape of {info.shape} does not transpose")
+        wanted = tuple(stop - start for start, stop in ranges)
+        if transpose:
+            wanted = (*wanted[:-2], wanted[-1], wanted[-2])
+        if out.shape != wanted:
             raise ValueError(f"tensor {name!r}: out must have shape {wanted}, not {out.shape}")
         if not _converts(info.dtype, out.dtype):
             raise ValueError(f"tensor {name!r}: {info.dtype} does not convert to {out.dtype}")
@@ -124,6 +125,7 @@ class TensorFolder:
             raise ValueError(f"tensor {name!r}: out is read-only")
         if out.size == 0:
             return
+        target = out.swapaxes(-1, -2) if transpose else out
         scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
         with open_file(info.file) as stream:
             for block in _plan(info.shape, ranges, info.dtype.itemsize):
@@ -176,8 +178,12 @@ def _plan(
 
 def assign(part: NDArray[Any], source: NDArray[Any], *, tiled: bool) -> None:
     """``part[...] = source`` with conversion; `tiled` when the two run through memory crosswise."""
-    if not tiled or part.ndim != 2:
+    if not tiled or part.ndim < 2:
         part[...] = source
+        return
+    if part.ndim > 2:
+        for one, other in zip(part, source, strict=True):
+            assign(one, other, tiled=True)
         return
     # Converting a tile first, and transposing what then lies in the cache, takes half the time of
     # assigning the tile at once, and an eighth of assigning the whole.

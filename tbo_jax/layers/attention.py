@@ -25,7 +25,7 @@ class SelfAttention(nnx.Module):
 
         def project_to(count: int) -> Linear:
             return Linear(
-                hidden, count * head_dim, config, bias=bias, shared_outputs=count, rngs=rngs
+                hidden, count * head_dim, config, bias=bias, sharded_outputs=count, rngs=rngs
             )
 
         self.q_proj = project_to(heads)
@@ -35,7 +35,7 @@ class SelfAttention(nnx.Module):
             hidden,
             config,
             bias=config.attention_output_bias,
-            shared_inputs=heads,
+            sharded_inputs=heads,
             rngs=rngs,
         )
         if config.query_key_norm:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tbo_jax.layers.rotary import RotaryConfig
 from tbo_jax.moe.activation import SwiGlu
-from tbo_jax.moe.routing import Routing, Score
+from tbo_jax.moe.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    max_position_embeddings: int
+    max_position_embeddings: int  # longest context, in tokens, with YaRN's stretch
     rotary: RotaryConfig
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # of the query, key and value projections
@@ -53,21 +53,15 @@ class DecoderConfig:
     sliding_window: int | None = None
     full_attention_layers: frozenset[int] = frozenset()  # without the sliding window
     num_experts: int = 0  # 0: no layer has experts
-    num_experts_per_token: int = 0
     expert_intermediate_size: int = 0
     expert_bias: bool = False  # of both products of every expert
     expert_activation: SwiGlu = SwiGlu()  # noqa: RUF009, frozen
     dense_layers: frozenset[int] = frozenset()  # layers without experts in a model that has them
     shared_expert_intermediate_size: int = 0  # of all shared experts together; 0: none
     shared_expert_gate: bool = False  # a sigmoid gate on what the shared experts give
-    routing: Score = "softmax"  # of the router's logits; this and the next: see `Routing`
-    router_bias: bool = False  # added to the logits
-    routing_bias: bool = False
-    renormalize_experts: bool = True
-    min_routing_sum: float = 1e-20
-    routed_scaling_factor: float = 1.0
-    num_expert_groups: int = 1
-    num_groups_per_token: int = 1
+    router: Routing | None = None  # how tokens choose their experts; None: there are none
+    router_bias: bool = False  # added to the router's logits
+    correction_bias: bool = False  # added to its scores for the choice; see `Routing`
     float32_router: bool = False  # its weight and product, whatever `dtype`
     num_prediction_layers: int = 0  # after the last one, for multi-token prediction: not loaded
     image_token_id: int | None = None  # tokens whose embeddings are given (`inputs_embeds`)
@@ -84,6 +78,11 @@ class DecoderConfig:
         """What the cache of one layer holds of a token."""
         values = self.value_dim if self.latent is None else 0  # a part of the keys
         return self.num_kv_heads * (self.head_dim + values)
+
+    @property
+    def num_experts_per_token(self) -> int:
+        """K, routed experts that each token goes to; 0 in a model without experts."""
+        return 0 if self.router is None else self.router.top_k
 
     def is_sparse(self, layer: int) -> bool:
         """Whether layer `layer` has experts."""
@@ -118,16 +117,3 @@ class DecoderConfig:
         if self.sliding_window is None or layer not in self.full_attention_layers:
             return self
         return replace(self, sliding_window=None)
-
-    @property
-    def router(self) -> Routing:
-        """How tokens choose their experts."""
-        return Routing(
-            top_k=self.num_experts_per_token,
-            score=self.routing,
-            renormalize=self.renormalize_experts,
-            smallest_sum=self.min_routing_sum,
-            scale=self.routed_scaling_factor,
-            num_groups=self.num_expert_groups,
-            groups_per_token=self.num_groups_per_token,
-        )

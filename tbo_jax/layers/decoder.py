@@ -59,7 +59,7 @@ class DenseLayer(nnx.Module):
         self.input_layernorm = rms_norm(config.hidden_size, config, rngs)
         self.self_attn = make_attention(config, rngs)
         self.post_attention_layernorm = rms_norm(config.hidden_size, config, rngs)
-        self.mlp = GatedMlp(config, config.intermediate_size, shared=True, rngs=rngs)
+        self.mlp = GatedMlp(config, config.intermediate_size, sharded=True, rngs=rngs)
 
     def attend(self, hidden, received, cache, context: LayerContext):
         attended, cache = self.self_attn(self.input_layernorm(hidden), cache, context)

@@ -24,6 +24,7 @@ from tbo_jax.layers.config import DecoderConfig, LatentConfig
 from tbo_jax.layers.context import LayerContext
 from tbo_jax.layers.linear import Linear, rms_norm
 from tbo_jax.layers.rotary import apply_rotary
+from tbo_jax.layers.stored import StoredRows
 from tbo_jax.parallel.sharding import Shard
 
 EPSILON = 1e-6  # of the norms of what is compressed, whatever the model's
@@ -39,12 +40,15 @@ class Expansion(nnx.Module):
     def __init__(self, config: DecoderConfig, latent: LatentConfig, *, rngs: nnx.Rngs):
         init = nnx.initializers.normal(config.initializer_range)
 
-        def weight(rows: int) -> nnx.Param:
-            value = init(rngs.params(), (config.num_heads, rows, latent.rank), config.dtype)
-            return nnx.Param(value, shard=Shard("tensor", 0, config.num_heads))
+        period = latent.plain_dim + latent.value_dim
 
-        self.key = weight(latent.plain_dim)
-        self.value = weight(latent.value_dim)
+        def weight(rows: int, first: int) -> nnx.Param:
+            value = init(rngs.params(), (config.num_heads, rows, latent.rank), config.dtype)
+            shard = Shard("tensor", 0, config.num_heads)
+            return nnx.Param(value, shard=shard, stored=StoredRows(first, period))
+
+        self.key = weight(latent.plain_dim, 0)
+        self.value = weight(latent.value_dim, latent.plain_dim)
 
     def queries(self, q: jax.Array) -> jax.Array:
         """[T, N, plain_dim] -> [T, N, R]: what a query asks of the latent."""
@@ -66,7 +70,7 @@ class LatentAttention(nnx.Module):
 
         def queries_from(size: int) -> Linear:
             width = heads * (latent.plain_dim + latent.rotary_dim)
-            return Linear(size, width, config, shared_outputs=heads, rngs=rngs)
+            return Linear(size, width, config, sharded_outputs=heads, rngs=rngs)
 
         self.compressed_queries = latent.query_rank is not None
         if latent.query_rank is None:
@@ -84,7 +88,7 @@ class LatentAttention(nnx.Module):
             hidden,
             config,
             bias=config.attention_output_bias,
-            shared_inputs=heads,
+            sharded_inputs=heads,
             rngs=rngs,
         )
         self.interleaved = config.rotary.interleaved

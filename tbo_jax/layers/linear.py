@@ -49,19 +49,19 @@ class Linear(nnx.Module):
         config: DecoderConfig,
         *,
         bias: bool = False,
-        shared_outputs: int = 0,
-        shared_inputs: int = 0,
+        sharded_outputs: int = 0,
+        sharded_inputs: int = 0,
         rngs: nnx.Rngs,
     ):
         """Args:
         fan_in, fan_out, config: sizes, dtype and scale of the initial weights.
         bias: whether there is one.
-        shared_outputs, shared_inputs: share the outputs or the inputs out over the devices of a
-            rank, in so many units that stay whole; 0: do not.
+        sharded_outputs, sharded_inputs: share the outputs or the inputs out over the devices of
+            a rank, in so many units that stay whole; 0: do not.
         """
         init = nnx.initializers.normal(config.initializer_range)
-        outputs = Shard("tensor", 0, shared_outputs) if shared_outputs else None
-        shard = Shard("tensor", 1, shared_inputs) if shared_inputs else outputs
+        outputs = Shard("tensor", 0, sharded_outputs) if sharded_outputs else None
+        shard = Shard("tensor", 1, sharded_inputs) if sharded_inputs else outputs
         weight = init(rngs.params(), (fan_out, fan_in), config.dtype)
         self.weight = nnx.Param(weight, shard=shard)
         self.bias = nnx.Param(jnp.zeros(fan_out, config.dtype), shard=outputs) if bias else None

@@ -11,6 +11,7 @@ from flax import nnx
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.context import LayerContext
 from tbo_jax.layers.linear import Linear, project
+from tbo_jax.layers.stored import Projection, StoredAs, StoredExperts
 from tbo_jax.moe.balance import RouterLoad
 from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.parallel.sharding import Shard
@@ -19,15 +20,15 @@ from tbo_jax.parallel.sharding import Shard
 class GatedMlp(nnx.Module):
     """Gated feed-forward block, SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, config: DecoderConfig, inner: int, *, shared: bool = False, rngs: nnx.Rngs):
-        """`inner` features, with `shared` shared out over the devices of a rank."""
-        hidden, bias, units = config.hidden_size, config.mlp_bias, inner if shared else 0
+    def __init__(self, config: DecoderConfig, inner: int, *, sharded: bool = False, rngs: nnx.Rngs):
+        """`inner` features, with `sharded` shared out over the devices of a rank."""
+        hidden, bias, units = config.hidden_size, config.mlp_bias, inner if sharded else 0
 
         def to_inner() -> Linear:
-            return Linear(hidden, inner, config, bias=bias, shared_outputs=units, rngs=rngs)
+            return Linear(hidden, inner, config, bias=bias, sharded_outputs=units, rngs=rngs)
 
         self.gate_proj, self.up_proj = to_inner(), to_inner()
-        self.down_proj = Linear(inner, hidden, config, bias=bias, shared_inputs=units, rngs=rngs)
+        self.down_proj = Linear(inner, hidden, config, bias=bias, sharded_inputs=units, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, D] -> [T, D]."""
@@ -48,7 +49,8 @@ class Router(nnx.Module):
         self.weight = nnx.Param(init(rngs.params(), shape, dtype))
         zeros = jnp.zeros(config.num_experts)
         self.bias = nnx.Param(zeros.astype(dtype)) if config.router_bias else None
-        self.correction_bias = nnx.Param(zeros) if config.routing_bias else None
+        stored = StoredAs("e_score_correction_bias")
+        self.correction_bias = nnx.Param(zeros, stored=stored) if config.correction_bias else None
         self.in_float32 = config.float32_router
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -79,24 +81,28 @@ class SparseMoe(nnx.Module):
         )
         self.gate = Router(config, rngs=rngs)
 
-        def weight(shape: tuple[int, ...]) -> nnx.Param:
-            value = normal(rngs.params(), shape, config.dtype)
-            return nnx.Param(value, shard=Shard("experts", 0, experts))
+        shard = Shard("experts", 0, experts)
 
-        def bias(*shape: int) -> nnx.Param | None:
+        def weight(shape: tuple[int, ...], *projections: Projection) -> nnx.Param:
+            value = normal(rngs.params(), shape, config.dtype)
+            return nnx.Param(value, shard=shard, stored=StoredExperts(projections))
+
+        def bias(shape: tuple[int, ...], *projections: Projection) -> nnx.Param | None:
             if not config.expert_bias:
                 return None
-            return nnx.Param(jnp.zeros(shape, config.dtype), shard=Shard("experts", 0, experts))
+            stored = StoredExperts(projections, bias=True)
+            return nnx.Param(jnp.zeros(shape, config.dtype), shard=shard, stored=stored)
 
-        self.gate_up_proj = weight((experts, hidden, 2 * width))
-        self.down_proj = weight((experts, width, hidden))
-        self.gate_up_bias = bias(experts, 2 * width)
-        self.down_bias = bias(experts, hidden)
+        self.gate_up_proj = weight((experts, hidden, 2 * width), "gate", "up")
+        self.down_proj = weight((experts, width, hidden), "down")
+        self.gate_up_bias = bias((experts, 2 * width), "gate", "up")
+        self.down_bias = bias((experts, hidden), "down")
         self.activation = config.expert_activation
         self.layer: jax.Array | None = nnx.data(
             None
         )  # which one, where the weights are those of all layers
-        self.routing = config.router
+        assert config.router is not None
+        self.router = config.router
         shared = config.shared_expert_intermediate_size
         gated = shared and config.shared_expert_gate
         self.shared_experts = GatedMlp(config, shared, rngs=rngs) if shared else None
@@ -115,9 +121,9 @@ class SparseMoe(nnx.Module):
         """
         logits = self.gate(x)
         bias = self.gate.correction_bias
-        weights, experts = self.routing.route(logits, None if bias is None else bias[...])
+        weights, experts = self.router.route(logits, None if bias is None else bias[...])
         if isinstance(cache, RouterLoad):
-            cache = cache.add(self.routing.shares(logits), experts)
+            cache = cache.add(self.router.shares(logits), experts)
         live = context.tensor.part(context.live)
         experts = jnp.where(live[:, None], experts, -1)  # padding reaches no expert
         return *context.exchange.pack(x, experts, weights.astype(x.dtype)), cache

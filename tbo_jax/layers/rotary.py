@@ -3,107 +3,130 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (Chen et al. 2023): every frequency is divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """The wavelength bands of Llama 3.1: long ones are stretched, short ones kept, with a blend."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float  # above the low one
+    original_context: int  # tokens that the model was trained on before
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): slow dimensions are interpolated, and attention is sharpened."""
+
+    factor: float
+    original_context: int  # tokens that the model was trained on before
+    beta_fast: float = 32.0  # turns in that context, from which on a dimension is kept
+    beta_slow: float = 1.0  # up to which it is interpolated
+    truncate: bool = True  # round the bounds of the ramp between the two
+    mscale: float = 0.0  # DeepSeek-V2's weights of the magnitude; 0: not given
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None  # the magnitude itself, in place of the formula
+    attn_factor: float = 1.0  # of the magnitude that the formula gives (the authors' code, vLLM)
+
+    @property
+    def context(self) -> int:
+        """Tokens of the stretched context."""
+        return int(self.original_context * self.factor)
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of cosine and sine (section 3.4)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.attn_factor * self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self.attn_factor * self._growth(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """What DeepSeek multiplies the scores of attention by for `mscale_all_dim`.
+
+        It is the square of what `magnitude` is divided by, so that the elements without rotary
+        position are scaled like the others (DeepSeek-V2's code).
+        """
+        return self._growth(self.mscale_all_dim) ** 2
+
+    def _growth(self, weight: float) -> float:
+        """Of attention with the stretch of the context."""
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 @dataclass(frozen=True)
 class RotaryConfig:
     """Rotary frequencies as a checkpoint describes them.
 
-    `dim` is the number of dimensions of a head that are rotated, from the first on. `kind` is one
-    of `SUPPORTED`; `options` are the further keys of `rope_scaling`, as sorted (name, value) pairs
-    so that the configuration can be hashed. For `interleaved` see `apply_rotary`. With `sections`,
-    three numbers of frequencies, the first so many turn with the temporal position, the next with
-    the height, the last with the width (M-RoPE; Wang et al. 2024, Qwen2-VL).
+    `dim` is the number of dimensions of a head that are rotated, from the first on, and `theta` the
+    base of their frequencies. For `interleaved` see `apply_rotary`. With `sections`, three numbers
+    of frequencies, the first so many turn with the temporal position, the next with the height, the
+    last with the width (M-RoPE; Wang et al. 2024, Qwen2-VL).
     """
 
     dim: int
     theta: float
-    max_position_embeddings: int
-    kind: str = "default"
-    options: tuple[tuple[str, Any], ...] = ()
+    scaling: Scaling | None = None
     interleaved: bool = False
     sections: tuple[int, ...] | None = None
 
 
 def rotary_frequencies(config: RotaryConfig) -> tuple[np.ndarray, float]:
-    """Inverse frequencies [dim / 2] float32, and the factor of cosine and sine.
+    """Inverse frequencies [dim / 2] float32 (RoFormer, Su et al. 2021), scaled as `config` asks.
 
-    Sources: RoFormer (Su et al. 2021); linear position interpolation (Chen et al. 2023); YaRN
-    (Peng et al. 2023, sections 3.2 to 3.4); the wavelength bands of Llama 3.1.
+    And the factor of cosine and sine.
     """
-    dim, options = config.dim, dict(config.options)
-    frequency = 1.0 / config.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-    if config.kind == "default":
-        return frequency.astype(np.float32), 1.0
-    factor = float(options["factor"])
-    if config.kind == "linear":
-        return (frequency / factor).astype(np.float32), 1.0
-    if config.kind == "llama3":
-        return _llama3(frequency, factor, options).astype(np.float32), 1.0
-    return _yarn(frequency, factor, options, config)
+    frequency = 1.0 / config.theta ** (np.arange(0, config.dim, 2, dtype=np.float64) / config.dim)
+    factor = 1.0
+    match config.scaling:
+        case LinearScaling() as linear:
+            frequency = frequency / linear.factor
+        case Llama3Scaling() as llama3:
+            frequency = _llama3(frequency, llama3)
+        case YarnScaling() as yarn:
+            frequency, factor = _yarn(frequency, yarn, config), yarn.magnitude
+    return frequency.astype(np.float32), factor
 
 
-def _llama3(frequency: np.ndarray, factor: float, options: Mapping[str, Any]) -> np.ndarray:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    original = options["original_max_position_embeddings"]
-    low, high = options["low_freq_factor"], options["high_freq_factor"]
-    turns = original * frequency / (2 * math.pi)  # rotations within the original context
+def _llama3(frequency: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_context * frequency / (2 * math.pi)
     blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1 - blend) * frequency / factor + blend * frequency
+    return (1 - blend) * frequency / scaling.factor + blend * frequency
 
 
-def _yarn(
-    frequency: np.ndarray, factor: float, options: Mapping[str, Any], config: RotaryConfig
-) -> tuple[np.ndarray, float]:
-    """Dimensions that turn often are kept, slow ones interpolated, with a ramp between."""
-    original = options.get("original_max_position_embeddings", config.max_position_embeddings)
+def _yarn(frequency: np.ndarray, scaling: YarnScaling, config: RotaryConfig) -> np.ndarray:
+    """Sections 3.2 and 3.3: a ramp over the dimensions, between those kept and interpolated."""
     dim = config.dim
 
     def dimension_of(turns: float) -> float:
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+        wavelength = scaling.original_context / (turns * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(config.theta))
 
-    low = dimension_of(options.get("beta_fast", 32))
-    high = dimension_of(options.get("beta_slow", 1))
-    if options.get("truncate", True):
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
-    mixed = ramp * frequency / factor + (1 - ramp) * frequency
-
-    attention = options.get("attention_factor")
-    mscale, mscale_all = options.get("mscale"), options.get("mscale_all_dim")
-    if attention is None and mscale and mscale_all:
-        attention = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
-    elif attention is None:
-        attention = _magnitude(factor)
-    return mixed.astype(np.float32), float(attention)
-
-
-def _magnitude(scale: float, weight: float = 1.0) -> float:
-    """YaRN's growth of attention with the stretch of the context, times `weight`."""
-    return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
-
-
-def score_factor(config: RotaryConfig) -> float:
-    """What DeepSeek multiplies the scores of attention by for YaRN's `mscale_all_dim`.
-
-    It is the square of the magnitude that `rotary_frequencies` divides cosine and sine by, so that
-    the elements without rotary position are scaled like the others (DeepSeek-V2's code).
-    """
-    options = dict(config.options)
-    weight = options.get("mscale_all_dim")
-    if config.kind == "default" or not weight:
-        return 1.0
-    return _magnitude(float(options["factor"]), weight) ** 2
+    return ramp * frequency / scaling.factor + (1 - ramp) * frequency
 
 
 def rotary_table(config: RotaryConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tbo_jax.checkpoint.load import load_model, read_config
-from tbo_jax.checkpoint.names import parameter_sources
+from tbo_jax.checkpoint.names import parameter_sources, published_layout
 from tbo_jax.checkpoint.quantized import FLOAT8, SCALE, BlockScaledWeights, find_format
 from tbo_jax.checkpoint.save import save_model
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
@@ -92,12 +92,13 @@ def test_every_shard_of_a_model(devices: int, tensor: int, dtype: Any) -> None:
     """Experts over the devices, heads over two of them; blocks of 20 x 12 divide hardly a shape."""
     expected = reference(CASE)
     config, architecture = read_config(CASE, dtype)
+    layout = published_layout(architecture)
     model = load_model(CASE, mesh=make_mesh(devices, tensor=tensor), dtype=dtype)
     seen = set()
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         value = variable.get_value()
         whole = np.zeros(value.shape, np.float32)
-        for source in parameter_sources(path, value.shape, config, architecture):
+        for source in parameter_sources(path, variable, config, layout):
             seen.add(source.name)
             part = expected[source.name][source.part(tuple(slice(0, n) for n in source.shape))]
             part = part.T if source.transpose else part

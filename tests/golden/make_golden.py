@@ -60,6 +60,17 @@ COMMON: dict[str, Any] = dict(
 LLAMA = COMMON | dict(
     model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False, mlp_bias=False
 )
+# The window is shorter than most sequences, and only the second layer has it.
+QWEN2 = COMMON | dict(
+    model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=48,
+    intermediate_size=48, tie_word_embeddings=True, rope_theta=1000000.0, use_sliding_window=True, sliding_window=8,
+    max_window_layers=1,
+)  # fmt: skip
+# The window is in every layer; head_dim (16) is not hidden_size / num_attention_heads (12).
+MISTRAL = COMMON | dict(
+    model_type="mistral", architectures=["MistralForCausalLM"], hidden_size=48, head_dim=16,
+    intermediate_size=32, tie_word_embeddings=True, sliding_window=8,
+)  # fmt: skip
 # Hidden size 48 makes head_dim (16) differ from hidden_size / num_attention_heads (12), as it does
 # in published Qwen3 checkpoints.
 QWEN3 = COMMON | dict(
@@ -197,7 +208,9 @@ CASES = {
     "qwen3_rope_yarn": Case(QWEN3 | dict(rope_scaling=YARN), NO_SCALING),
     "qwen3_moe": Case(QWEN3_MOE, dict(norm_topk_prob=False), shard_size="80KB"),
     "qwen3_moe_mixed": Case(QWEN3_MOE_MIXED, dict(norm_topk_prob=True), style=5),
+    "mistral": Case(MISTRAL, dict(sliding_window=None), style=5),
     "mixtral": Case(MIXTRAL),
+    "qwen2": Case(QWEN2, dict(use_sliding_window=False)),
     "qwen2_moe": Case(QWEN2_MOE, dict(norm_topk_prob=True)),
     "glm4_moe": Case(GLM4_MOE, dict(n_group=1, topk_group=1)),
     "qwen2_vl": Case(

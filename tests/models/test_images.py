@@ -135,7 +135,7 @@ def test_text_alone_needs_no_places_and_no_embeddings():
 
 
 def test_each_section_turns_with_its_own_position():
-    config = RotaryConfig(dim=16, theta=100.0, max_position_embeddings=64, sections=(2, 3, 3))
+    config = RotaryConfig(dim=16, theta=100.0, sections=(2, 3, 3))
     at = np.array([[1, 5], [2, 6], [3, 7]], np.int32)
     cos, sin = rotary_table(config, jnp.asarray(at))
     frequency = 1.0 / 100.0 ** (np.arange(8) / 8)

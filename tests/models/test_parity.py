@@ -23,7 +23,7 @@ from tests.models.parity import (
 # What these differ in from the case "llama" does not meet the split, or others split it on devices.
 NOT_SPLIT = {"deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "llama_bias",
              "llama_rope_linear", "llama_rope_llama3", "llama_rope_yarn", "llama_sharded",
-             "llama_tied_bf16", "mixtral", "qwen2_moe", "qwen2_vl",
+             "llama_tied_bf16", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen2_vl",
              "qwen3_rope_yarn"}  # fmt: skip
 ON_DEVICES = {"deepseek_v3_fp8", "gpt_oss_mxfp4"}  # in test_parity_on_devices.py
 

@@ -17,6 +17,7 @@ from tbo_jax import OverlapConfig
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.rotary import RotaryConfig
+from tbo_jax.moe.routing import Routing
 from tbo_jax.parallel.sharding import make_mesh
 from tbo_jax.training.loss import NextTokenLoss
 from tbo_jax.training.train_step import init_train_state, make_train_step
@@ -25,11 +26,11 @@ LENGTH, BALANCE = 3, 0.3
 DENSE = DecoderConfig(
     model_type="qwen3", vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2,
     num_heads=2, num_kv_heads=1, head_dim=8, rms_norm_eps=1e-6, max_position_embeddings=64,
-    rotary=RotaryConfig(dim=8, theta=100.0, max_position_embeddings=64), query_key_norm=True,
+    rotary=RotaryConfig(dim=8, theta=100.0), query_key_norm=True,
     tie_word_embeddings=True, initializer_range=0.3,
 )  # fmt: skip
 SPARSE = dataclasses.replace(
-    DENSE, num_experts=8, num_experts_per_token=2, expert_intermediate_size=8,
+    DENSE, num_experts=8, router=Routing(2), expert_intermediate_size=8,
     shared_expert_intermediate_size=8,
 )  # fmt: skip
 MIXED = dataclasses.replace(SPARSE, dense_layers=frozenset([0]))
