@@ -3,6 +3,7 @@
 from tbo_jax import _moved
 from tbo_jax.attention.buffers import AttentionBuffers, allocate_attention_buffers
 from tbo_jax.checkpoint.tensors import CheckpointError
+from tbo_jax.engine.config import EngineConfig
 from tbo_jax.engine.engine import TokenEvent
 from tbo_jax.engine.llm import LLM, Completion
 from tbo_jax.moe.expert_weights import ExpertWeights
@@ -32,6 +33,7 @@ __all__ = [
     "CacheConfig",
     "CheckpointError",
     "Completion",
+    "EngineConfig",
     "ExpertWeights",
     "ForwardBatch",
     "Inputs",

@@ -1,14 +1,53 @@
-"""How large the key/value cache is made when nobody says."""
+"""How large the key/value cache is made."""
 
 from __future__ import annotations
 
 from jax.sharding import Mesh
 
 from tbo_jax.attention.buffers import kv_bytes_per_page
+from tbo_jax.engine.config import EngineConfig
 from tbo_jax.layers.config import DecoderConfig
+from tbo_jax.parallel.processes import least
+from tbo_jax.step.shapes import CacheConfig
 
 CPU_CACHE_BYTES = 1 << 30  # default size of the key/value caches of all CPU devices together
 ACCELERATOR_CACHE_SHARE = 0.9  # of the memory that the weights leave free
+
+
+def longest_context(config: EngineConfig, decoder: DecoderConfig) -> int:
+    """Most tokens of a request that the model, and who asks, want room for.
+
+    Raises:
+        ValueError: `max_context` is more than the model was made for.
+    """
+    most = decoder.max_position_embeddings
+    if config.max_context is not None and config.max_context > most:
+        raise ValueError(
+            f"max_context {config.max_context} is out of range: expected 2 to {most}, the model's "
+            "max_position_embeddings"
+        )
+    return most if config.max_context is None else config.max_context
+
+
+def cache_config(
+    config: EngineConfig, decoder: DecoderConfig, mesh: Mesh, longest: int
+) -> tuple[CacheConfig, int]:
+    """The cache of each device of `mesh`, and the longest context that it holds.
+
+    Raises:
+        ValueError: no memory for it, or a `max_context` that it has no room for.
+    """
+    pages, size = config.num_pages, config.page_size
+    if pages is None:
+        of_device = decoder.of_device(config.tensor_parallel)
+        pages = least(default_num_pages(of_device, mesh, size, config.max_sequences, longest))
+    held = (pages - 1) * size
+    if config.max_context is not None and longest > held:
+        raise ValueError(
+            f"max_context {longest} does not fit: the cache of a device holds {held} tokens"
+        )
+    longest = min(longest, held)
+    return CacheConfig(pages, size, -(-longest // size), config.max_tokens), longest
 
 
 def default_num_pages(

@@ -10,6 +10,8 @@ from jax.sharding import Mesh
 from tbo_jax.host.folders import cache_folder
 from tbo_jax.parallel.sharding import make_mesh
 
+MOST_CPU_DEVICES = 1024  # more are a mistake: a second for each thousand, and no memory for any
+
 
 def use_compilation_cache() -> None:
     """Have JAX keep compiled programs in the user's cache folder, if nothing else is configured."""
@@ -18,23 +20,44 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def make_devices(count: int | None, tensor_parallel: int) -> Mesh:
-    """The mesh of `count` devices, or all, of which `tensor_parallel` share a rank.
-
-    On CPU that many are made, unless JAX is in use already.
+def find_devices(count: int | None) -> list[jax.Device]:
+    """The first `count` devices, or all; on CPU that many are made, unless JAX is in use already.
 
     Raises:
-        ValueError: there are not so many, or they do not divide.
+        ValueError: there are not so many, or JAX finds none on the platform it was told of.
     """
     if count is not None and count >= 1:
         # RuntimeError: JAX is in use already, and the devices are what they are.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", count)
-    if tensor_parallel < 1:
-        raise ValueError(f"tensor_parallel must be at least 1, got {tensor_parallel}")
+            jax.config.update("jax_num_cpu_devices", min(count, MOST_CPU_DEVICES))
+    try:
+        devices = jax.devices()
+    # AssertionError: what jax 0.10 raises where the only platform allowed has no plugin.
+    except (RuntimeError, AssertionError) as error:
+        platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+        reason = str(error).partition("\n")[0] or "it has no such platform"
+        raise ValueError(
+            f"JAX finds no device with JAX_PLATFORMS={platforms or ''}: {reason}"
+        ) from error
+    wanted = len(devices) if count is None else count
+    if not 1 <= wanted <= len(devices):
+        raise ValueError(
+            f"{wanted} devices were asked for, {len(devices)} exist on platform "
+            f"{devices[0].platform!r}: expected 1 to {len(devices)}"
+        )
+    return devices[:wanted]
+
+
+def make_devices(count: int | None, tensor_parallel: int) -> Mesh:
+    """The mesh of `find_devices(count)`, of which `tensor_parallel` share a rank.
+
+    Raises:
+        ValueError: there are not so many, or they do not divide.
+    """
+    devices = find_devices(count)
     nodes = jax.process_count()
-    if nodes > 1 and count not in (None, jax.device_count()):
+    if nodes > 1 and len(devices) != jax.device_count():
         raise ValueError(
             f"devices is {count}: {nodes} processes use all that they have, {jax.device_count()}"
         )
-    return make_mesh(count, tensor=tensor_parallel, nodes=nodes)
+    return make_mesh(None, devices, tensor=tensor_parallel, nodes=nodes)

@@ -7,31 +7,28 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tbo_jax.checkpoint.hub import resolve_model
 from tbo_jax.checkpoint.load import load_model, read_config
-from tbo_jax.engine.cache_size import default_num_pages
+from tbo_jax.engine.cache_size import cache_config, longest_context
+from tbo_jax.engine.config import DTYPES, EngineConfig
 from tbo_jax.engine.devices import make_devices, use_compilation_cache
 from tbo_jax.engine.engine import Engine, TokenEvent
 from tbo_jax.engine.scheduling.request import FinishReason
 from tbo_jax.host.progress import progress_bar
 from tbo_jax.overlap.config import OverlapConfig
-from tbo_jax.parallel.exchange import TRANSPORTS, Transport
-from tbo_jax.parallel.exchange.message import DispatchDtype
-from tbo_jax.parallel.processes import agree, from_first, is_first, least
+from tbo_jax.parallel.exchange import TRANSPORTS
+from tbo_jax.parallel.processes import agree, from_first, is_first
 from tbo_jax.parallel.sharding import TENSOR
 from tbo_jax.sampling.params import MAX_SEED, SamplingParams
 from tbo_jax.step.runner import ModelRunner
-from tbo_jax.step.shapes import CacheConfig
 from tbo_jax.text import Tokenizer, end_of_sequence_ids
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, token ids, or chat messages
-DTYPES: dict[str, Any] = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,101 +54,41 @@ class LLM:
     def __init__(
         self,
         model: str | os.PathLike[str],
+        config: EngineConfig | None = None,
         *,
-        devices: int | None = None,
-        tensor_parallel: int = 1,
-        dtype: Literal["bfloat16", "float32"] | None = None,
-        overlap: OverlapConfig | None = None,
-        max_context: int | None = None,
-        max_sequences: int = 16,
-        max_tokens: int = 256,
-        page_size: int = 16,
-        num_pages: int | None = None,
-        scanned: bool = False,
-        transport: Transport = "all_to_all",
-        dispatch_dtype: DispatchDtype | None = None,
-        look_ahead: bool | None = None,
-        speculate: int = 0,
-        compilation_cache: bool = True,
         show_progress: bool = False,
+        **options: Any,
     ):
         """Load and compile.
 
         Args:
             model: a Hugging Face folder, or the id of a model on the hub.
-            devices: how many devices to use; default all, which several processes need. On CPU that
-                many are made, unless JAX is in use already.
-            tensor_parallel: devices that share the attention and the feed-forward of a sequence.
-                Groups of so many have sequences of their own.
-            dtype: of weights and compute; default float32 on CPU, bfloat16 elsewhere.
-            overlap: two-batch overlap; default `OverlapConfig.from_env()` (`USE_TBO`). What mode
-                "auto" decided, and why, is in `statistics`.
-            max_context: most tokens of a request, prompt and generated together; default what the
-                model was made for, as far as the cache holds it.
-            max_sequences: most sequences of one step on one device; further ones wait.
-            max_tokens: most tokens of one step on one device; longer prompts are cut in chunks.
-            page_size: tokens of one page of the key/value cache.
-            num_pages: pages of each device; default what `max_sequences` full contexts need, within
-                1 GiB on CPU and 90 % of the free memory on an accelerator.
-            scanned: one loop over stacked layers instead of unrolled ones: compiles in a fraction
-                of the time, and copies each layer's weights but the experts in every step on CPU
-                and GPU.
-            transport: of the expert exchange (`parallel.exchange` has a table).
-            dispatch_dtype: round what travels to the experts to 8 bits, "float8_e4m3fn" or "int8",
-                with a scale for each token: half the bytes of bfloat16, and other text.
-            look_ahead: dispatch a step before the last one's tokens are read (`Engine`); default:
-                unless `speculate`.
-            speculate: most tokens of a sequence, guessed from its text, that a step verifies;
-                0: none.
-            compilation_cache: keep compiled programs in the user's cache folder, unless JAX is
-                configured to keep them elsewhere already.
+            config: the options of the engine.
             show_progress: bars on stderr while loading and compiling.
+            options: fields of `EngineConfig`, in place of `config`: `LLM(model, devices=4)`.
 
         Raises:
+            TypeError: an option that `EngineConfig` does not have, or options beside a config.
             ValueError: something is wrong with the checkpoint (`CheckpointError`), the tokenizer
-                (`TokenizerError`), an argument, or `USE_TBO`, or they are not those of the first
+                (`TokenizerError`), an option, or `USE_TBO`, or they are not those of the first
                 process.
         """
-        self.overlap = OverlapConfig.from_env() if overlap is None else overlap
-        for name, value in {"max_sequences": max_sequences, "page_size": page_size}.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if max_tokens < max_sequences:
-            raise ValueError(
-                f"max_tokens is {max_tokens}: expected at least max_sequences, {max_sequences}"
-            )
-        if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r} is not supported: expected {' or '.join(DTYPES)}")
-        if compilation_cache:
+        if config is not None and options:
+            raise TypeError(f"expected a config or options, got both: config and {set(options)}")
+        config = EngineConfig(**options) if config is None else config
+        overlap = OverlapConfig.from_env() if config.overlap is None else config.overlap
+        self.config = replace(config, overlap=overlap)
+        if config.compilation_cache:
             use_compilation_cache()
         self.folder = resolve_model(os.fspath(model))
-        self.mesh = make_devices(devices, tensor_parallel)
+        self.mesh = make_devices(config.devices, config.tensor_parallel)
         platform = self.mesh.devices.flat[0].platform
-        chosen = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
-        config, _ = read_config(self.folder, chosen)
-        if max_context is not None and not 2 <= max_context <= config.max_position_embeddings:
-            raise ValueError(
-                f"max_context {max_context} is out of range: expected 2 to "
-                f"{config.max_position_embeddings}, the model's max_position_embeddings"
-            )
+        dtype = DTYPES[config.dtype or ("float32" if platform == "cpu" else "bfloat16")]
+        decoder, _ = read_config(self.folder, dtype)
+        longest = longest_context(config, decoder)
         agree(
-            dict(
-                devices=self.mesh.size,
-                tensor_parallel=tensor_parallel,
-                config=repr(config),
-                overlap=self.overlap,
-                max_context=max_context,
-                max_sequences=max_sequences,
-                max_tokens=max_tokens,
-                page_size=page_size,
-                num_pages=num_pages,
-                scanned=scanned,
-                transport=transport,
-                dispatch_dtype=dispatch_dtype,
-                look_ahead=look_ahead,
-                speculate=speculate,
-                jax=jax.__version__,
-            )
+            asdict(self.config)
+            | dict(devices=self.mesh.size, decoder=repr(decoder), jax=jax.__version__)
         )
         self.tokenizer = Tokenizer.from_folder(self.folder)
         end_of_sequence = end_of_sequence_ids(self.folder, self.tokenizer)
@@ -160,37 +97,26 @@ class LLM:
         show_progress = show_progress and is_first()
         with progress_bar("loading", show_progress) as update:
             weights = load_model(
-                self.folder, mesh=self.mesh, dtype=chosen, scanned=scanned, progress=update
+                self.folder, mesh=self.mesh, dtype=dtype, scanned=config.scanned, progress=update
             )
         self.load_seconds = time.perf_counter() - start
-        longest = config.max_position_embeddings if max_context is None else max_context
-        if num_pages is None:
-            wanted = default_num_pages(
-                config.of_device(tensor_parallel), self.mesh, page_size, max_sequences, longest
-            )
-            num_pages = least(wanted)
-        held = (num_pages - 1) * page_size
-        if max_context is not None and max_context > held:
-            raise ValueError(
-                f"max_context {max_context} does not fit: the cache of a device holds {held} tokens"
-            )
-        longest = min(longest, held)
+        cache, longest = cache_config(config, decoder, self.mesh, longest)
         runner = ModelRunner(
             weights,
-            CacheConfig(num_pages, page_size, -(-longest // page_size), max_tokens),
+            cache,
             mesh=self.mesh,
-            overlap=self.overlap,
-            transport=transport,
-            dispatch_dtype=dispatch_dtype,
+            overlap=overlap,
+            transport=config.transport,
+            dispatch_dtype=config.dispatch_dtype,
         )
         self.engine = Engine(
             runner,
             self.tokenizer,
             end_of_sequence,
-            max_sequences=max_sequences,
+            max_sequences=config.max_sequences,
             max_context=longest,
-            look_ahead=look_ahead,
-            speculate=speculate,
+            look_ahead=config.look_ahead,
+            speculate=config.speculate,
         )
         with progress_bar("compiling", show_progress) as update:
             self.engine.warm_up(update)
@@ -292,7 +218,7 @@ class LLM:
             stats["link_bytes_at_most"] = stats.pop("link_bytes")
         rate = stats["generated_tokens"] / seconds if seconds else 0.0
         return {
-            "use_tbo": {"off": 0, "on": 1, "auto": "auto"}[self.overlap.mode],
+            "use_tbo": {"off": 0, "on": 1, "auto": "auto"}[self.engine.runner.overlap.mode],
             **stats,
             "speculate": self.engine.speculate,
             "acceptance_rate": self.engine.statistics.acceptance_rate,

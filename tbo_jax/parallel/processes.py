@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import pickle
 import re
+import socket
+import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -54,7 +56,8 @@ def connect(
                 "Kubernetes or Cloud TPU, or else HOST:PORT"
             ) from error
         return
-    if not re.fullmatch(r".+:\d+", coordinator):
+    host, _, port = coordinator.rpartition(":")
+    if not host or not re.fullmatch(r"\d+", port) or not 0 < int(port) < 2**16:
         raise ValueError(f"coordinator {coordinator!r}: expected HOST:PORT or 'auto'")
     given = num_processes is not None and process_id is not None
     if not given or num_processes < 1 or not 0 <= process_id < num_processes:  # type: ignore[operator]
@@ -68,7 +71,46 @@ def connect(
     )  # fmt: skip
     # Deactivated: under SLURM and Open MPI it would leave the process one device, also when told
     # where the others are.
+    host = host.strip("[]")  # of IPv6
+    try:
+        address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"coordinator {coordinator!r}: {error}") from error
+    if process_id == 0:
+        _check_port(coordinator, int(port), address[0][0])
+    else:
+        _wait_for(coordinator, host, int(port))
     _initialize(coordinator, num_processes, process_id, cluster_detection_method="deactivate")
+
+
+def _check_port(coordinator: str, port: int, family: int) -> None:
+    """ValueError if the first process cannot listen: JAX would tell only that it failed."""
+    everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((everywhere, port))
+        except OSError as error:
+            raise ValueError(
+                f"coordinator {coordinator!r}: this is process 0, and it cannot listen on port "
+                f"{port}: {error.strerror}"
+            ) from error
+
+
+def _wait_for(coordinator: str, host: str, port: int) -> None:
+    """ValueError if nobody listens in time: JAX would abort the process with a stack of C++."""
+    end = time.monotonic() + WAIT_TO_START
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=WAIT_TO_START).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"coordinator {coordinator!r}: not reached for {WAIT_TO_START} seconds "
+                    f"({error.strerror or error}): expected process 0 to be started there"
+                ) from error
+        time.sleep(0.2)
 
 
 def _initialize(

@@ -132,7 +132,7 @@ def link_bytes(
 
     Of a ragged exchange, whose sizes are data, `ragged_rows` rows; None: as if all were sent.
     """
-    devices = len(group(instruction, num_devices))
+    devices = len(groups(instruction, num_devices)[0])
     away = (devices - 1) / devices
     if kind == "ragged-all-to-all":
         operands = operands[:1]  # the rest: where the result goes, offsets and sizes
@@ -149,21 +149,66 @@ def link_bytes(
     return sent
 
 
-def group(instruction: Instruction, num_devices: int = 2) -> list[int]:
-    """The devices that take part in a collective: its first group, or all of `num_devices`."""
+def groups(instruction: Instruction, num_devices: int = 2) -> list[list[int]]:
+    """The groups of devices that a collective runs in; of a permutation the pairs it sends between.
+
+    Raises:
+        ValueError: XLA wrote them in a form that is not known here.
+    """
     text = instruction.text
-    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", text):
-        return [int(device) for device in match[1].split(",")]
+    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}", text):
+        lists = re.findall(r"\{([\d,]+)\}", match[1])
+        return [[int(device) for device in one.split(",")] for one in lists]
     # The iota form: numbers in the shape on the right, transposed, are groups of those on the left.
     iota = r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
     if match := re.search(iota, text):
-        dims = [int(size) for size in match[3].split(",")]
-        order = [int(axis) for axis in match[4].split(",")] if match[4] else list(range(len(dims)))
-        numbers = np.arange(math.prod(dims)).reshape(dims).transpose(order)
-        return numbers.reshape(int(match[1]), int(match[2]))[0].tolist()
-    if "replica_groups={" in text:  # an empty list
-        return list(range(num_devices))
-    return [0, 1]  # send: from one to another
+        numbers = _iota(match[3], match[4])
+        return numbers.reshape(int(match[1]), int(match[2])).tolist()
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}", text):
+        return _mesh_groups(*match.groups())
+    if re.search(r"replica_groups=\{\}", text):
+        return [list(range(num_devices))]
+    if base_opcode(instruction) in ("send", "recv"):
+        return [[0, 1]]  # from one to another
+    if match := re.search(r"(?:replica_groups|source_target_pairs)=.*", text):
+        raise ValueError(f"{instruction.name}: groups of a form that is not known: {match[0][:80]}")
+    return [list(range(num_devices))]
+
+
+def _iota(shape: str, order: str | None) -> np.ndarray:
+    """Numbers from 0 on in a shape "2,4", its axes in the order "1,0"."""
+    dims = [int(size) for size in shape.split(",")]
+    axes = [int(axis) for axis in order.split(",")] if order else list(range(len(dims)))
+    return np.arange(math.prod(dims)).reshape(dims).transpose(axes)
+
+
+def _mesh_groups(mesh: str, devices: str, over: str) -> list[list[int]]:
+    """Groups of `mesh['a'=2,'b'=4] {'b'}`: along the axes in braces, for each place on the others.
+
+    A part of an axis is 'b':(2)2: of the axis of 4, cut into 2 x 2, the second. Devices that do not
+    stand in the order of their numbers are told between mesh and braces.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh)}
+    numbers = np.arange(math.prod(sizes.values()))
+    listed = re.fullmatch(r",? *device_ids=\(?\[([\d,]+)\](?:T\(([\d,]+)\))?\)?,? *", devices)
+    if listed:
+        numbers = _iota(listed[1], listed[2]).reshape(-1)
+    elif devices.strip():
+        raise ValueError(f"replica_groups of a form that is not known: mesh[{mesh}]{devices}")
+    parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over)
+    cuts = {}  # of each axis: sizes of its parts, and which of them is communicated over
+    for name, before, size in parts:
+        whole = sizes[name]
+        first, middle = (int(before), int(size)) if size else (1, whole)
+        cuts[name] = [first, middle, whole // (first * middle)]
+    shape = [part for name, size in sizes.items() for part in cuts.get(name, [size])]
+    starts = dict(
+        zip(sizes, np.cumsum([0, *(len(cuts.get(name, [0])) for name in sizes)]), strict=False)
+    )
+    along = [int(starts[name]) + 1 for name, _, _ in parts]
+    others = [axis for axis in range(len(shape)) if axis not in along]
+    count = math.prod(shape[axis] for axis in along)
+    return numbers.reshape(shape).transpose([*others, *along]).reshape(-1, count).tolist()
 
 
 def work(module: Module, computation: Computation, instruction: Instruction) -> Work:

@@ -172,10 +172,12 @@ class Program:
         devices = self.module.num_devices
         sent = seconds = startup = 0.0
         for home, one in inner:
-            group = cost.group(one, devices)
+            groups = cost.groups(one, devices)
             base = cost.collective_kind(self.module, one) or ""
             away = cost.link_bytes(base, one, home.operands(one), devices, self.ragged_rows)
-            sent, seconds = sent + away, seconds + self.rates.link_seconds(away, group)
-            if len(group) > 1:
+            sent += away
+            # As slow as the slowest: a ring over nodes has hops within and between them.
+            seconds += max(self.rates.link_seconds(away, group) for group in groups)
+            if any(len(group) > 1 for group in groups):
                 startup = self.rates.collective_seconds + (startup if chain else 0.0)
         return kind, sent, seconds + startup

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tbo_jax.schedule.audit import Finding, audit
 from tbo_jax.schedule.cost import Work
@@ -119,9 +120,11 @@ def inspect(
 
     Args:
         step: a function jitted over `target.mesh()`, what its `lower` gave, or what that compiled
-            to.
+            to; or a function that is not jitted, which is jitted for the target.
         target: the machine, or its name (`find_target`).
-        *args: of a jitted function: arrays or `jax.ShapeDtypeStruct`s with their shardings.
+        *args: of a function: arrays or `jax.ShapeDtypeStruct`s with their shardings over
+            `target.mesh()`. Those of a function that is not jitted lie whole on every device where
+            they have none.
         micro_batches: of the step, for the compiler options and the report.
         trip_counts: turns of loops that depend on data, by a part of their name scope.
         kernels: work of custom calls by the name of the kernel; else what their operands weigh.
@@ -130,10 +133,13 @@ def inspect(
         options: of the compiler, on top of `compiler_options`.
 
     Raises:
-        ValueError: unknown target, or its compiler is not installed.
+        ValueError: unknown target, or its compiler is not installed; a step that was compiled for
+            another machine; a program that is written in a form not known here.
     """
     target = find_target(target) if isinstance(target, str) else target
     start = time.perf_counter()
+    if callable(step) and not hasattr(step, "lower") and not hasattr(step, "as_text"):
+        step, args = jax.jit(step), _placed(args, target)
     if hasattr(step, "lower"):
         step = step.lower(*args)
         args = ()
@@ -149,9 +155,52 @@ def inspect(
     elif options:
         raise ValueError("compiler options come too late: the step is compiled already")
     seconds = time.perf_counter() - start
+    _check_machine(step, target)
     return report(
         step, target, micro_batches, trip_counts or {}, kernels or {}, seconds, ragged_rows
     )
+
+
+def _placed(args: Any, target: Target) -> Any:
+    """Arguments that are on no machine yet, or on this one, as if they lay whole on the target."""
+    whole = NamedSharding(target.mesh(), PartitionSpec())
+
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None)
+        known = isinstance(leaf, jax.ShapeDtypeStruct) and sharding is not None
+        shape = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding if known else whole)
+
+    return jax.tree.map(place, args)
+
+
+def _check_machine(compiled: jax.stages.Compiled, target: Target) -> None:
+    """ValueError if a step was compiled for another platform, chip or number of devices."""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    devices = {device for sharding in shardings for device in sharding.device_set}
+    if not devices:
+        return
+    device = min(devices, key=lambda device: device.id)
+    platform = "cuda" if device.platform in ("gpu", "cuda") else device.platform
+    advice = f"give its arguments shardings over find_target({target.name!r}).mesh()"
+    if platform != target.platform:
+        raise ValueError(
+            f"the step was compiled for platform {platform!r}, {target.name} is "
+            f"{target.platform!r}: {advice}"
+        )
+    if len(devices) != target.num_devices:
+        raise ValueError(
+            f"the step was compiled for {len(devices)} device(s), {target.name} has "
+            f"{target.num_devices}: {advice}, or name a target of that size"
+        )
+    chip = target.chip
+    given = (
+        getattr(device, "compute_capability", None) if platform == "cuda" else device.device_kind
+    )
+    if chip is not None and given and given != chip:
+        raise ValueError(
+            f"the step was compiled for {given!r}, {target.name} is {chip!r}: {advice}"
+        )
 
 
 def report(

@@ -60,6 +60,14 @@ class Target:
         gpu = self.description.get("gpu_device_info", {})
         return self.description.get("memory_bytes", gpu.get("device_memory_size"))
 
+    @property
+    def chip(self) -> str | None:
+        """Compute capability of a GPU ("9.0"), kind of a TPU as JAX names it; None if unknown."""
+        gpu = self.description.get("gpu_device_info", {}).get("cuda_compute_capability")
+        if gpu is not None:
+            return f"{gpu['major']}.{gpu.get('minor', 0)}"
+        return self.description.get("device_kind")
+
     def devices(self) -> list[Any]:
         """The devices, for a mesh to compile for.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tbo_jax.parallel import processes
 from tbo_jax.parallel.processes import connect
 from tests.golden_cases import Golden, with_tokenizer
 
@@ -111,6 +112,8 @@ def test_when_one_is_killed_the_other_ends(folder: Path, survivor: int) -> None:
     [
         ("auto", {"num_processes": 2}, "counted by the cluster"),
         ("nonsense", {"num_processes": 2, "process_id": 0}, "'nonsense': expected HOST:PORT"),
+        ("host:99999", {"num_processes": 2, "process_id": 0}, "'host:99999': expected HOST:PORT"),
+        ("a.invalid:80", {"num_processes": 2, "process_id": 1}, "'a.invalid:80': .*[Nn]ame"),
         ("localhost:1", {"num_processes": 2}, "num_processes is 2 and process_id None"),
         ("localhost:1", {"num_processes": 2, "process_id": 2}, "from 0 to num_processes - 1"),
     ],
@@ -118,3 +121,21 @@ def test_when_one_is_killed_the_other_ends(folder: Path, survivor: int) -> None:
 def test_what_cannot_be_connected(address: str, options: dict[str, int], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         connect(address, **options)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("localhost", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(
+            ValueError, match=rf"cannot listen on port {port}: Address already in use"
+        ):
+            connect(f"localhost:{port}", 2, 0)
+
+
+def test_a_coordinator_that_nobody_started_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "WAIT_TO_START", 0.3)
+    port = free_port()
+    with pytest.raises(ValueError, match=rf"'localhost:{port}': not reached for 0.3 seconds"):
+        connect(f"localhost:{port}", 2, 1)

@@ -330,19 +330,38 @@ def test_a_ragged_exchange_sends_its_rows_and_not_where_they_go() -> None:
 
 
 @pytest.mark.parametrize(
-    "attributes, devices",
+    "attributes, groups",
     [
-        ("replica_groups={{0,1,2},{3,4,5}}", [0, 1, 2]),
-        ("replica_groups=[2,4]<=[8]", [0, 1, 2, 3]),
-        ("replica_groups=[4,2]<=[2,4]T(1,0)", [0, 4]),
-        ("replica_groups={}", list(range(16))),
-        ("replica_groups={{5}}", [5]),
-        ("source_target_pairs={{0,1},{1,2},{2,0}}", [0, 1]),
+        ("replica_groups={{0,1,2},{3,4,5}}", [[0, 1, 2], [3, 4, 5]]),
+        ("replica_groups=[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("replica_groups={}, to_apply=%add", [list(range(16))]),
+        ("replica_groups={{5}}", [[5]]),
+        ("source_target_pairs={{0,1},{1,2},{2,0}}", [[0, 1], [1, 2], [2, 0]]),
+        ("replica_groups=mesh['x'=4] {'x'}, dimensions={0}", [[0, 1, 2, 3]]),
+        ("replica_groups=mesh['x'=2,'y'=3] {'y'}", [[0, 1, 2], [3, 4, 5]]),
+        ("replica_groups=mesh['x'=2,'y'=3] {'x'}", [[0, 3], [1, 4], [2, 5]]),
+        ("replica_groups=mesh['x'=2,'y'=2] {'y','x'}", [[0, 2, 1, 3]]),
+        ("replica_groups=mesh['x'=2,'y'=4] {'y':(2)2}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ("replica_groups=mesh['x'=8,'y'=1] {'y'}", [[device] for device in range(8)]),
+        (
+            "replica_groups=mesh['x'=4], device_ids=([2,2]T(1,0)) {'x'}, channel_id=1",
+            [[0, 2, 1, 3]],
+        ),
     ],
 )
-def test_devices_of_a_collective(attributes: str, devices: list[int]) -> None:
+def test_devices_of_a_collective(attributes: str, groups: list[list[int]]) -> None:
     _, root = parsed(f"  ROOT %z = f32[1]{{0}} all-reduce(%x), {attributes}")
-    assert cost.group(root, num_devices=16) == devices
+    assert cost.groups(root, num_devices=16) == groups
+
+
+@pytest.mark.parametrize(
+    "attributes", ["replica_groups=torus[2,2]", "replica_groups=mesh['x'=4], order=odd {'x'}"]
+)
+def test_groups_of_an_unknown_form_are_an_error(attributes: str) -> None:
+    _, root = parsed(f"  ROOT %z = f32[1]{{0}} all-reduce(%x), {attributes}")
+    with pytest.raises(ValueError, match="of a form that is not known: "):
+        cost.groups(root, num_devices=16)
 
 
 @pytest.mark.parametrize(

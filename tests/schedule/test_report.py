@@ -160,6 +160,27 @@ def test_inspect_a_function_of_ones_own() -> None:
     assert inspect(jitted.lower(x).compile(), CPU).communication == found.communication
 
 
+def test_a_function_that_is_not_jitted_is_jitted_for_the_target(monkeypatch) -> None:
+    monkeypatch.setattr(Target, "mesh", lambda self: make_mesh(4))
+    found = inspect(lambda x, w: jnp.tanh(x @ w), CPU, jnp.ones((4, 8)), jnp.ones((8, 2)))
+    assert found.flops == 2 * 4 * 8 * 2  # on each device: nobody said how to share it out
+    assert not found.collectives
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("h100x8", "compiled for platform 'cpu', h100x8 is 'cuda': give its arguments shardings"),
+        (CPU, r"compiled for 1 device\(s\), cpu x4 has 4"),
+        (replace(CPU, num_devices=1, description={"device_kind": "a"}), "for 'cpu', cpu x4 is 'a'"),
+    ],
+)
+def test_a_step_of_another_machine_is_refused(target, message) -> None:
+    lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32))
+    with pytest.raises(ValueError, match=message):
+        inspect(lowered.compile(), target)
+
+
 def test_inspect_refuses_what_comes_too_late() -> None:
     lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
     with pytest.raises(ValueError, match="lowered already"):

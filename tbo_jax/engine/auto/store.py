@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +116,7 @@ def _tbo_jax() -> dict[str, str]:
         root = Path(package.__path__[0])
         for path in sorted(root.rglob("*.py")):
             digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    try:
-        version = metadata.version("tbo-jax")
-    except metadata.PackageNotFoundError:  # run from a folder, not installed
-        version = "unknown"
-    return {"version": version, "source": digest.hexdigest()}
+    return {"version": tbo_jax.__version__, "source": digest.hexdigest()}
 
 
 def _plain(value: Any) -> Any:

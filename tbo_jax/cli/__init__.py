@@ -1,0 +1,1 @@
+"""The command `tbo-jax`: a module for each of its subcommands."""

@@ -1,0 +1,282 @@
+"""Decode with a Hugging Face checkpoint, with or without two-batch overlap.
+
+    tbo-jax decode --model DIR_OR_HUB_ID --prompt "In the beginning"
+    USE_TBO=1 tbo-jax decode --model DIR_OR_HUB_ID --devices 4 --prompt "And it came to pass" --json
+
+USE_TBO=auto times the steps of each size both ways and splits those that this makes faster.
+
+Text streams as it comes: of several prompts, which are decoded together, the first unfinished one
+streams and the others follow in order. With --json one object per prompt is printed in the order
+given, then one with statistics. Exit status: 0, 1 if a prompt could not run, 2 if nothing could.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from tbo_jax.cli.run import FAILED, run_command
+from tbo_jax.engine.config import EngineConfig
+from tbo_jax.engine.devices import find_devices
+from tbo_jax.engine.engine import TokenEvent
+from tbo_jax.engine.llm import LLM, Completion
+from tbo_jax.host.progress import progress_bar
+from tbo_jax.overlap.config import OverlapConfig
+from tbo_jax.parallel.processes import connect, from_first, is_first
+from tbo_jax.sampling.params import MAX_SEED, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Command line."""
+
+    model: str
+    """Hugging Face folder, or id of a model on the hub."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to continue; repeat for several prompts (--prompt=TEXT if it begins with a dash)."""
+    prompts_file: Path | None = None
+    """File with a prompt per line, after those of --prompt; empty lines are passed over."""
+    chat: bool = False
+    """Each prompt is a user's message, put into the model's chat template."""
+    max_new_tokens: int = 128
+    """Most tokens to generate for a prompt."""
+    temperature: float = 0.0
+    """0 is greedy decoding."""
+    top_k: int = 0
+    """Sample among the K most probable tokens; 0 is off."""
+    top_p: float = 1.0
+    """Sample among the most probable tokens that reach this mass; 1 is off."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this fraction of the best one's; 0 is off."""
+    seed: int | None = None
+    """Prompt i samples with seed SEED + i; default: a random one."""
+    stop: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    """Texts that end a generation; several, or the option repeated."""
+    coordinator: str | None = None
+    """Run as one of several processes, started alike: HOST:PORT of the first one, or "auto" where
+    SLURM, Open MPI or Kubernetes started them."""
+    num_processes: int | None = None
+    """How many there are, unless --coordinator is "auto"."""
+    process_id: int | None = None
+    """Which of them this is, from 0, unless --coordinator is "auto"."""
+    micro_batches: int | None = None
+    """Into how many micro-batches steps are cut with USE_TBO=1 or auto; default 2."""
+    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = dataclasses.field(
+        default_factory=EngineConfig
+    )
+    """The model on the machine."""
+    json: bool = False
+    """Print JSON lines instead of text."""
+    quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
+    """No progress and no statistics on stderr."""
+
+
+class OrderedStream:
+    """Prints the texts of prompts that are decoded together one after another, each as it comes."""
+
+    def __init__(self, prompts: Sequence[str]):
+        self.prompts = prompts
+        self.waiting = [""] * len(prompts)
+        self.finished = [False] * len(prompts)
+        self.current = -1
+        self._next()
+
+    def push(self, index: int, event: TokenEvent) -> None:
+        """A token of prompt `index`, or the news that it cannot run."""
+        self.waiting[index] += event.text
+        self.finished[index] |= event.finish_reason is not None
+        self._flush()
+
+    def _flush(self) -> None:
+        while self.current < len(self.prompts):
+            self._write(self.waiting[self.current])
+            self.waiting[self.current] = ""
+            if not self.finished[self.current]:
+                return
+            self._write("\n")
+            self._next()
+
+    def _next(self) -> None:
+        self.current += 1
+        if self.current < len(self.prompts):
+            gap = "\n" if self.current else ""
+            self._write(f"{gap}>>> {self.prompts[self.current]}\n")
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def read_prompts(args: Arguments) -> list[str]:
+    """The prompts of the command line, then those of the file.
+
+    Raises:
+        ValueError: there is none, or the file cannot be read.
+    """
+    prompts = list(args.prompt)
+    if args.prompts_file is not None:
+        try:
+            lines = args.prompts_file.read_text("utf-8-sig").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompts-file {args.prompts_file}: {error}") from error
+        prompts += [line for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError("nothing to decode: give --prompt TEXT or --prompts-file FILE")
+    return prompts
+
+
+def sampling_params(args: Arguments, count: int) -> list[SamplingParams]:
+    """One for each of `count` prompts."""
+    return [
+        SamplingParams(
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            seed=None if args.seed is None else (args.seed + i) % (MAX_SEED + 1),
+            stop=tuple(text for texts in args.stop for text in texts),
+        )
+        for i in range(count)
+    ]
+
+
+def overlap_config(args: Arguments) -> OverlapConfig:
+    """That of `USE_TBO` and --micro-batches.
+
+    Raises:
+        ValueError: one of them is not understood, or there is nothing that the other would cut.
+    """
+    config = OverlapConfig.from_env()
+    if args.micro_batches is None:
+        return config
+    if not config.enabled:
+        raise ValueError(f"--micro-batches {args.micro_batches} needs USE_TBO=1 or USE_TBO=auto")
+    return dataclasses.replace(config, num_micro_batches=args.micro_batches)
+
+
+def print_json(prompts: Sequence[str], completions: Sequence[Completion], llm: LLM) -> None:
+    """One object per prompt, then the statistics."""
+    for prompt, done in zip(prompts, completions, strict=True):
+        row: dict[str, Any] = {
+            "prompt": prompt,
+            "text": done.text,
+            "prompt_token_ids": done.prompt_token_ids,
+            "token_ids": done.token_ids,
+            "finish_reason": done.finish_reason,
+        }
+        if done.error is not None:
+            row["error"] = done.error
+        print(json.dumps(row, ensure_ascii=False))
+    print(json.dumps({"stats": llm.statistics}))
+
+
+def read_on_first(args: Arguments) -> tuple[list[str], bool]:
+    """The prompts of the first process, and whether this is it; joins the others before.
+
+    Raises:
+        ValueError: in all processes, if the first has nothing to read.
+    """
+    if args.coordinator is None:
+        if args.num_processes is not None or args.process_id is not None:
+            raise ValueError("--num-processes and --process-id need --coordinator")
+        return read_prompts(args), True
+    connect(args.coordinator, args.num_processes, args.process_id)
+    prompts, error = [], None
+    if is_first():
+        try:
+            prompts = read_prompts(args)
+        except ValueError as problem:
+            error = str(problem)
+    prompts, error = from_first((prompts, error))
+    if error is not None:
+        raise ValueError(error)
+    return prompts, is_first()
+
+
+def engine_config(args: Arguments, prompts: int) -> EngineConfig:
+    """The engine's options, with no more rows than `prompts` can fill: each size is compiled."""
+    config = dataclasses.replace(args.engine, overlap=overlap_config(args))
+    ranks = max(len(find_devices(config.devices)) // config.tensor_parallel, 1)
+    return dataclasses.replace(
+        config, max_sequences=min(config.max_sequences, -(-prompts // ranks))
+    )
+
+
+def decode(args: Arguments, name: str) -> int:
+    """Run the command `name`; returns the exit status."""
+    prompts, first = read_on_first(args)
+    params = sampling_params(args, len(prompts))
+    llm = LLM(args.model, engine_config(args, len(prompts)), show_progress=not args.quiet)
+    inputs: list[Any] = list(prompts)
+    if args.chat:
+        inputs = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    if not first:
+        llm.generate(inputs, params)
+        return 0
+    if args.json:
+        most = sum(p.max_new_tokens for p in params)
+        with progress_bar("decoding", not args.quiet) as update:
+            done = 0
+
+            def count(index: int, event: TokenEvent) -> None:
+                nonlocal done
+                done += event.token_id is not None
+                update(done, most)
+
+            completions = llm.generate(inputs, params, count)
+        print_json(prompts, completions, llm)
+    else:
+        stream = OrderedStream(prompts)
+        completions = llm.generate(inputs, params, stream.push)
+    failed = [(i, c.error) for i, c in enumerate(completions) if c.error is not None]
+    for index, error in failed:
+        print(f"{name}: prompt {index}: {error}", file=sys.stderr)
+    if not args.quiet:
+        print(summary(llm.statistics), file=sys.stderr)
+    return FAILED if failed else 0
+
+
+def summary(stats: dict[str, Any]) -> str:
+    """One line for people."""
+    choice = f"USE_TBO={stats['use_tbo']}"
+    if stats["use_tbo"] == "auto":
+        chosen = [decision["micro_batches"] for decision in stats["decisions"].values()]
+        choice += f" ({sum(n > 1 for n in chosen)} of {len(chosen)} buckets split)"
+    drafts = ""
+    if stats["speculate"]:
+        drafts = (
+            f"{stats['accepted_tokens']} of {stats['drafted_tokens']} drafts accepted "
+            f"({stats['acceptance_rate']:.0%}), "
+            f"{stats['tokens_per_row']:.2f} tokens a sequence and step; "
+        )
+    return (
+        f"[{stats['generated_tokens']} tokens in {stats['seconds']:.2f} s, "
+        f"{stats['tokens_per_second']:.1f} tokens/s; {stats['steps']} steps, "
+        f"{stats['steps_split']} split, {choice}; {drafts}"
+        f"{stats['devices']} {stats['platform']} device(s); "
+        f"compiled in {stats['compile_seconds']:.1f} s]"
+    )
+
+
+def main(words: list[str], name: str, model: str | None = None) -> int:
+    """Run the command `name` with its words; returns the exit status.
+
+    Args:
+        words: the command line.
+        name: of the command, for its help and its errors.
+        model: that is decoded with where the words name none.
+    """
+    given: dict[str, Any] = {} if model is None else {"default": Arguments(model=model)}
+    args = tyro.cli(Arguments, description=__doc__, prog=name, args=words, **given)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a prompt may hold what UTF-8 does not
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return run_command(name, lambda: decode(args, name))

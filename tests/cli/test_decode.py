@@ -1,0 +1,155 @@
+"""`tbo-jax decode`, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tyro
+
+from tbo_jax import EngineConfig, OverlapConfig, TokenEvent
+from tbo_jax.cli import decode
+from tests.golden_cases import Golden, with_tokenizer
+
+GOLDEN = Golden("qwen3_moe")
+PROMPTS = [" ".join(f"w{t}" for t in prompt) for prompt in GOLDEN.prompts]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return with_tokenizer("qwen3_moe", tmp_path_factory.mktemp("model"))
+
+
+def arguments(*words: object) -> decode.Arguments:
+    return tyro.cli(decode.Arguments, args=["--model", "m", *map(str, words)])
+
+
+def test_decode_json(folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("USE_TBO", "1")
+    (tmp_path / "prompts.txt").write_text(f"{PROMPTS[1]}\n\n{'w9 ' * 200}\n")
+    words = (
+        *("--model", folder, "--prompt", PROMPTS[0], "--prompts-file", tmp_path / "prompts.txt"),
+        *("--max-new-tokens", 8, "--devices", 2, "--page-size", 4, "--json", "--quiet"),
+    )
+    status = decode.main(list(map(str, words)), "decode")
+    out = capsys.readouterr()
+    rows = [json.loads(line) for line in out.out.splitlines()]
+    assert status == 1  # one prompt does not fit the context; the others are complete
+    assert [row["token_ids"] for row in rows[:2]] == [g[:8] for g in GOLDEN.greedy[:2]]
+    assert [row["prompt_token_ids"] for row in rows[:2]] == GOLDEN.prompts[:2]
+    assert rows[0]["text"] == " ".join(f"w{t}" for t in GOLDEN.greedy[0][:8])
+    assert [row["finish_reason"] for row in rows[:3]] == ["length", "length", "error"]
+    assert "prompt of 200 tokens" in rows[2]["error"]
+    assert "prompt 2" in out.err
+    stats = rows[3]["stats"]
+    assert (stats["use_tbo"], stats["devices"], stats["generated_tokens"]) == (1, 2, 16)
+    assert 0 < stats["steps_split"] <= stats["steps"]
+    assert {"seconds", "tokens_per_second", "compile_seconds"} <= stats.keys()
+
+
+def test_decode_summary_says_what_was_split():
+    stats = dict(
+        generated_tokens=8, seconds=2.0, tokens_per_second=4.0, steps=9, steps_split=3, devices=2,
+        platform="cpu", compile_seconds=1.0, speculate=0,
+    )  # fmt: skip
+    summary = decode.summary
+    assert " 3 split, USE_TBO=1; " in summary(stats | {"use_tbo": 1, "decisions": {}})
+    drafts = dict(
+        speculate=2, drafted_tokens=8, accepted_tokens=6, acceptance_rate=0.75, tokens_per_row=1.6
+    )
+    text = summary(stats | {"use_tbo": 0} | drafts)
+    assert "; 6 of 8 drafts accepted (75%), 1.60 tokens a sequence and step; 2 cpu" in text
+    decisions = {"decode 1": {"micro_batches": 1}, "prefill 16": {"micro_batches": 2}}
+    text = summary(stats | {"use_tbo": "auto", "decisions": decisions})
+    assert " 3 split, USE_TBO=auto (1 of 2 buckets split); " in text
+
+
+def test_decode_streams_text_in_order(capsys):
+    stream = decode.OrderedStream(["one", "two"])
+    stream.push(1, TokenEvent(1, 5, "late", None))
+    assert capsys.readouterr().out == ">>> one\n"
+    stream.push(0, TokenEvent(0, 5, "ear", None))
+    assert capsys.readouterr().out == "ear"
+    stream.push(0, TokenEvent(0, 5, "ly", "stop"))
+    assert capsys.readouterr().out == "ly\n\n>>> two\nlate"
+    stream.push(1, TokenEvent(1, 5, "r", "length"))
+    assert capsys.readouterr().out == "r\n"
+
+
+def test_a_prompt_that_failed_does_not_hold_up_the_stream(capsys):
+    stream = decode.OrderedStream(["bad", "good"])
+    stream.push(1, TokenEvent(0, 5, "text", "stop"))
+    stream.push(0, TokenEvent(None, None, "", "error"))
+    assert capsys.readouterr().out.endswith(">>> good\ntext\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "message"),
+    [
+        ([], {}, "nothing to decode: give --prompt TEXT or --prompts-file FILE"),
+        (["--prompts-file", "absent.txt"], {}, "--prompts-file absent.txt"),
+        (["--prompt", "a", "--model", "./absent"], {}, "absent"),
+        (["--prompt", "a", "--temperature", "-1"], {}, "temperature is -1.0"),
+        (["--prompt", "a", "--top-p", "0"], {}, "top_p is 0.0"),
+        (["--prompt", "a", "--micro-batches", "3"], {}, "--micro-batches 3 needs USE_TBO=1 or"),
+        (["--prompt", "a", "--micro-batches", "1"], {"USE_TBO": "1"}, "must be at least 2, got 1"),
+        (["--prompt", "a"], {"USE_TBO": "maybe"}, "USE_TBO=maybe is not understood"),
+    ],
+)
+def test_decode_errors(monkeypatch, capsys, words, environ, message):
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    assert decode.main(words, "decode", "absent") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "stop"),
+    [
+        ([], ()),
+        (["--stop", "a", "b"], ("a", "b")),
+        (["--stop", "a", "--stop", "b"], ("a", "b")),
+        (["--stop", "a", "b", "--stop", "c"], ("a", "b", "c")),
+    ],
+)
+def test_stop_takes_several_texts(words, stop):
+    args = arguments("--prompt", "x", *words)
+    assert decode.sampling_params(args, 1)[0].stop == stop
+
+
+@pytest.mark.parametrize(("value", "mode"), [("1", "on"), ("auto", "auto")])
+def test_micro_batches(monkeypatch, value, mode):
+    monkeypatch.setenv("USE_TBO", value)
+    args = arguments("--prompt", "x", "--micro-batches", 4)
+    assert decode.overlap_config(args) == OverlapConfig(mode, 4)
+    args = arguments("--prompt", "x")
+    assert decode.overlap_config(args) == OverlapConfig(mode, 2)
+
+
+def test_unknown_option_is_refused():
+    with pytest.raises(SystemExit) as stopped:
+        decode.main(["--prompt", "a", "--dtype", "int3"], "decode", "m")
+    assert stopped.value.code == 2
+
+
+def test_options_of_the_engine_are_those_of_its_config():
+    args = arguments(
+        "--prompt", "x", "--devices", 4, "--transport", "all_gather", "--look-ahead", False
+    )
+    assert args.engine == EngineConfig(devices=4, transport="all_gather", look_ahead=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--devices", 0, "devices must be at least 1, got 0"), ("--speculate", -1, "got -1")],
+)
+def test_a_value_that_no_engine_can_have_is_refused(capsys, option, value, message):
+    with pytest.raises(SystemExit) as stopped:
+        arguments("--prompt", "x", option, value)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_more_rows_than_prompts_are_compiled():
+    args = arguments("--prompt", "x", "--max-sequences", 8, "--devices", 2)
+    assert [decode.engine_config(args, count).max_sequences for count in (1, 3, 99)] == [1, 2, 8]

@@ -1,0 +1,87 @@
+"""An engine's options, refused where no model and no machine could have them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tyro
+
+from tbo_jax import LLM, EngineConfig
+from tbo_jax.engine import devices
+from tbo_jax.host import folders
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("devices", 0, "devices must be at least 1, got 0"),
+        ("devices", True, "devices must be an integer, got True"),
+        ("tensor_parallel", 1.0, r"tensor_parallel must be an integer, got 1\.0"),
+        ("max_context", 1, "max_context must be at least 2, got 1"),
+        ("num_pages", 1, "num_pages must be at least 2, got 1"),
+        ("page_size", "16", "page_size must be an integer, got '16'"),
+        ("max_sequences", -3, "max_sequences must be at least 1, got -3"),
+        ("max_tokens", 15, "max_tokens is 15: expected at least max_sequences, 16"),
+        ("speculate", -1, "speculate must be at least 0, got -1"),
+        ("dtype", "float16", "dtype is 'float16': expected one of None, 'bfloat16', 'float32'"),
+        ("transport", "mail", "transport is 'mail': expected one of 'all_to_all', "),
+        ("dispatch_dtype", "int4", "dispatch_dtype is 'int4': expected one of None, 'float8"),
+        ("look_ahead", 1, "look_ahead is 1: expected one of None, True, False"),
+        ("scanned", "no", "scanned is 'no': expected one of True, False"),
+        ("overlap", "auto", "overlap is 'auto': expected an OverlapConfig or None"),
+    ],
+)
+def test_values_that_cannot_be(option, value, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**{option: value})
+
+
+def test_integers_of_numpy_are_taken():
+    assert EngineConfig(max_sequences=np.int64(4)) == EngineConfig(max_sequences=4)
+
+
+def test_speculation_has_no_look_ahead():
+    with pytest.raises(ValueError, match="look_ahead with speculate=2: expected one of them"):
+        EngineConfig(speculate=2, look_ahead=True)
+
+
+def test_options_beside_a_config():
+    with pytest.raises(TypeError, match="expected a config or options, got both"):
+        LLM("absent", EngineConfig(), devices=2)
+    with pytest.raises(TypeError, match="'device'"):
+        LLM("absent", device=2)
+
+
+def test_every_option_is_explained(capsys):
+    """Command lines print what stands under a field."""
+    with pytest.raises(SystemExit):
+        tyro.cli(EngineConfig, args=["--help"])
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(EngineConfig):
+        assert (f"--{field.name.replace('_', '-')}" in text) == (field.name != "overlap")
+
+
+def test_more_cpu_devices_than_anybody_has_are_not_made(monkeypatch):
+    made: list[int] = []
+    monkeypatch.setattr(jax.config, "update", lambda name, value: made.append(value))
+    with pytest.raises(
+        ValueError, match="999999 devices were asked for, 8 exist on platform 'cpu'"
+    ):
+        devices.find_devices(999999)
+    assert made == [devices.MOST_CPU_DEVICES]
+
+
+def test_cache_folder_of_a_user_without_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert folders.cache_folder() == tmp_path / "tbo_jax"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def nobody(self):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(folders.Path, "expanduser", nobody)
+    folder = folders.cache_folder()
+    assert folder.name.startswith("tbo_jax-") and folder.parent.is_dir()
