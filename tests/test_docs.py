@@ -146,10 +146,10 @@ def test_options_exist():
                 options = re.findall(r"(?<!\S)--[a-z][\w.-]*", rest)
                 wanted.setdefault(program, set()).update(options)
     assert {"python examples/decode.py", "tbo-jax decode", "tbo-jax schedule"} <= wanted.keys()
-    for program in filter(wanted.get, wanted):
-        options = wanted[program]
-        known = set(re.findall(r"--[a-z][\w.-]*", help_of(program)))
-        assert options <= known, f"{program}: {sorted(options - known)} do not exist"
+    for program, options in wanted.items():
+        known = re.findall(r"--[a-z][\w.-]*", help_of(program)) if options else []
+        unknown = options.difference(known)
+        assert not unknown, f"{program}: {sorted(unknown)} do not exist"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -187,6 +187,15 @@ def test_public_names_are_in_the_reference():
     named_there = set(re.findall(r"tbo_jax\.(\w+)$|`(\w+)`", "\n".join(pages), re.M))
     found = {name for pair in named_there for name in pair}
     assert set(tbo_jax.__all__) - {"__version__"} <= found
+
+
+def test_every_folder_has_its_line():
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    folders = {
+        path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("tbo_jax/**/__init__.py")
+    }
+    for folder in folders - {"tbo_jax", "tbo_jax/models"}:
+        assert f"\n| `{folder}/` |" in text, f"{folder}/ is not in the layout"
 
 
 def test_readme_holds_on_an_index_page():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,18 @@ def test_commands_exist():
     for command in PYPROJECT["project"].get("scripts", {}).values():
         module, _, function = command.partition(":")
         assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_imports_go_one_way():
+    """From left to right in the list that CONTRIBUTING.md has."""
+    found = re.search(r"from left to right: ([\w, ]+)\.", (ROOT / "CONTRIBUTING.md").read_text())
+    assert found is not None
+    folders = found[1].split(", ")
+    for number, folder in enumerate(folders):
+        place = ROOT / folder if folder == "models" else ROOT / "tbo_jax" / folder
+        for path in place.rglob("*.py"):
+            imported = re.findall(r"^ *(?:from|import) tbo_jax\.(\w+)", path.read_text(), re.M)
+            assert not set(imported) & set(folders[:number]), f"{path} imports from the left"
 
 
 @pytest.fixture(scope="module")
