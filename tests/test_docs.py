@@ -231,6 +231,8 @@ def workplace(tmp_path_factory) -> tuple[Path, dict[str, str]]:
         "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "XDG_CACHE_HOME": str(folder / "cache"),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache" / "xla"),  # also what trains
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_backend_optimization_level=0",  # as in conftest.py
     }
