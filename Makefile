@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 MODEL ?= examples/kjv-moe
 
-.PHONY: help decode test test-all check format train bench bench-gpu pictures clean
+.PHONY: help decode test test-slow test-all check docs format train bench bench-gpu pictures clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,6 +16,10 @@ $(VENV)/.base: pyproject.toml
 
 $(VENV)/.test: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test
@@ -32,13 +36,19 @@ decode: $(VENV)/.base  ## decode the bundled model; MODEL=DIR_OR_HUB_ID for anot
 test: $(VENV)/.test  ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-all: $(VENV)/.test  ## also slow tests and those on real models (TBO_REAL_MODEL, TBO_REAL_MODEL_MOE)
+test-slow: $(VENV)/.test $(VENV)/.docs  ## run the slow tests, those of the documentation among them
+	$(BIN)/python -m pytest -m "slow and not real_model" -n 2 --dist loadfile
+
+test-all: $(VENV)/.test $(VENV)/.docs  ## also slow tests and those on real models (TBO_REAL_MODEL, TBO_REAL_MODEL_MOE)
 	$(BIN)/python -m pytest -m "real_model or not real_model"
 
 check: $(VENV)/.dev  ## linter, formatter, type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.docs  ## build the documentation into build/site; broken links are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: $(VENV)/.dev  ## format the code
 	$(BIN)/ruff check --fix .

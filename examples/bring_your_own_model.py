@@ -27,12 +27,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from tbo_jax import OverlapConfig, Stage, run_layers
-from tbo_jax.moe.expert_weights import ExpertWeights
-from tbo_jax.moe.experts import apply_experts
-from tbo_jax.moe.routing import top_k_softmax
-from tbo_jax.parallel.exchange import make_exchange
-from tbo_jax.parallel.sharding import RANKS, make_mesh
+from tbo_jax import (
+    RANKS,
+    ExpertWeights,
+    OverlapConfig,
+    Stage,
+    apply_experts,
+    make_exchange,
+    make_mesh,
+    run_layers,
+    top_k_softmax,
+)
 
 DEVICES, VOCABULARY, WIDTH, EXPERTS, LAYERS = 4, 256, 64, 8, 3
 

@@ -57,15 +57,17 @@ class ModelRunner:
         logits: Rows = "last",
         inputs: Inputs | None = None,
     ):
-        """Args:
-        model: with its weights on the devices of `mesh`, as `load_model` leaves them.
-        cache: size of the key/value cache.
-        mesh: of `make_mesh`.
-        overlap: micro-batches; default none.
-        transport, dispatch_dtype: of the expert exchange (`make_exchange`).
-        logits: of the last token of each sequence [R, B, V], or of all tokens [R, T, V]; steps
-            that verify drafts always give those of all tokens.
-        inputs: what every batch holds beside tokens; default nothing.
+        """Take the model's weights and choose its kernels; nothing is compiled yet.
+
+        Args:
+            model: with its weights on the devices of `mesh`, as `load_model` leaves them.
+            cache: size of the key/value cache.
+            mesh: of `make_mesh`.
+            overlap: micro-batches; default none.
+            transport, dispatch_dtype: of the expert exchange (`make_exchange`).
+            logits: of the last token of each sequence [R, B, V], or of all tokens [R, T, V]; steps
+                that verify drafts always give those of all tokens.
+            inputs: what every batch holds beside tokens; default nothing.
 
         Raises:
             ValueError: the experts do not divide over the devices, or the heads over those of a

@@ -53,13 +53,16 @@ class NextTokenLoss:
         balance_weight: float = 0.0,
         remat: bool = False,
     ):
-        """Args:
-        model: gives the structure; its weights are an argument of every call. They may be abstract.
-        mesh: of the ranks (`make_mesh`), without tensor parallelism.
-        overlap: micro-batches; default none.
-        transport: of the expert exchange (`make_exchange`).
-        balance_weight: of the routers' balancing loss.
-        remat: see `run_layers`; the logits are computed anew too.
+        """Take what the loss is made of.
+
+        Args:
+            model: gives the structure; its weights are an argument of every call. They may be
+                abstract.
+            mesh: of the ranks (`make_mesh`), without tensor parallelism.
+            overlap: micro-batches; default none.
+            transport: of the expert exchange (`make_exchange`).
+            balance_weight: of the routers' balancing loss.
+            remat: see `run_layers`; the logits are computed anew too.
 
         Raises:
             ValueError: mode "auto", tensor parallelism, an unknown transport, or experts that do
