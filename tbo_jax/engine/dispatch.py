@@ -28,13 +28,14 @@ class DispatchedStep:
     bucket: Bucket
     tokens: jax.Array  # [R, B] int32, the sampled token of each row, or with drafts [R, T]
     padded: jax.Array  # the same, [R, max_sequences] or more
-    readable: jax.Array  # `tokens`, for the host
+    readable: jax.Array  # the same as `tokens`, for the host, and with `NOT_FINITE`
     ahead: bool  # the tokens of the step before were not read yet
 
     def read(self) -> list[list[int]]:
         """Waits for the tokens: of each sequence the one after its last token and each draft.
 
-        What a sequence that does not sample has there means nothing.
+        `NOT_FINITE` stands where logits were not. What a sequence that does not sample has there
+        means nothing.
         """
         tokens = []
         for rank, sampled in zip(self.plan.ranks, np.asarray(self.readable).tolist(), strict=True):
@@ -142,12 +143,14 @@ class Dispatcher:
         return next(b for b in self._prefill_buckets if b.tokens >= tokens)
 
     def recover(self) -> None:
-        """Be ready for new requests after a step that was interrupted or failed.
+        """Be ready for new steps after one that was interrupted or failed; the cache is lost.
 
-        The buffers were donated to it, so the cache may be gone.
+        The buffers were donated to it: they may be gone, or hold its error.
         """
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._buffers)):
-            self._buffers = self.runner.allocate()
+        for leaf in jax.tree.leaves(self._buffers):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._buffers = self.runner.allocate()
 
     def _pack(self, sequences: Sequence[ScheduledSequence], bucket: Bucket) -> ForwardBatch:
         return ForwardBatch.pack(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from tbo_jax.engine.auto.trial import Timer
 from tbo_jax.engine.dispatch import DispatchedStep, Dispatcher
@@ -14,8 +17,10 @@ from tbo_jax.engine.prompt_lookup import prompt_lookup
 from tbo_jax.engine.scheduling.plan import StepPlan
 from tbo_jax.engine.scheduling.request import FinishReason, Request
 from tbo_jax.engine.scheduling.scheduler import Scheduler
+from tbo_jax.engine.sharing import FairLock
 from tbo_jax.engine.statistics import EngineStatistics
 from tbo_jax.parallel.sharding import num_ranks
+from tbo_jax.sampling.draw import NOT_FINITE
 from tbo_jax.sampling.params import MAX_SEED, SamplingParams
 from tbo_jax.step.inputs import Inputs
 from tbo_jax.step.runner import ModelRunner
@@ -25,15 +30,16 @@ from tbo_jax.text import TextStream, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One sampled token. Joined over a request, `text` is its whole text.
+    """One sampled token, or an end without one. Joined over a request, `text` is its whole text.
 
+    A request that was aborted, or whose logits are not finite, ends with an event without a token.
     A prompt that cannot run gives one event, with finish reason "error" and without ids.
     """
 
     request_id: int | None
     token_id: int | None
     text: str  # what became readable with it; "" while a character or a stop string is incomplete
-    finish_reason: FinishReason | None  # set with the last token
+    finish_reason: FinishReason | None  # set in the last event
 
 
 @dataclass(slots=True)
@@ -43,10 +49,15 @@ class _Running:
     request: Request
     stream: TextStream
     seed: int
+    owner: Hashable
+    takes_drafts: bool = True
 
 
 class Engine:
-    """Requests in, tokens out.
+    """Requests in, tokens out. Its methods may be called from several threads.
+
+    Several callers may share it: each adds its requests as their `owner`, and its `step` returns
+    the events of these. Whoever calls `step` computes for all.
 
     With `look_ahead` the device does not wait for the host: while it runs a step, the next one is
     planned and dispatched, with the tokens of the first taken from where they are, on the device.
@@ -120,8 +131,10 @@ class Engine:
         self.statistics = EngineStatistics()
         self._dispatcher = Dispatcher(runner, max_sequences, speculate)
         self._dispatched: DispatchedStep | None = None  # ahead, its tokens not read
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _Running] = {}  # until they are taken out
+        self._events: dict[Hashable, list[TokenEvent]] = {}  # by owner, not returned yet
         self._next_id = 0
+        self._lock = FairLock()
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -142,74 +155,130 @@ class Engine:
         Raises:
             RuntimeError: steps would be timed, and overwrite the pages of unfinished requests.
         """
-        start = time.perf_counter()
-        if self.runner.overlap.mode == "auto" and self.has_work:
-            raise RuntimeError("warm_up would overwrite the pages of unfinished requests")
-        decisions = self._dispatcher.compile_all(progress, timer, look_ahead=self.look_ahead)
-        self.statistics.decisions = {str(b): d.to_json() for b, d in decisions.items()}
-        self.statistics.compile_seconds += time.perf_counter() - start
+        with self._lock:
+            start = time.perf_counter()
+            if self.runner.overlap.mode == "auto" and self.scheduler.has_work:
+                raise RuntimeError("warm_up would overwrite the pages of unfinished requests")
+            decisions = self._dispatcher.compile_all(progress, timer, look_ahead=self.look_ahead)
+            self.statistics.decisions = {str(b): d.to_json() for b, d in decisions.items()}
+            self.statistics.compile_seconds += time.perf_counter() - start
 
-    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+    def add(
+        self,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams,
+        owner: Hashable = None,
+    ) -> int:
         """Queue a request; returns its id.
 
         Raises:
-            ValueError: empty or too long prompt, or a token id outside the vocabulary.
+            ValueError: `params` are no `SamplingParams`, the prompt is empty or too long, or not of
+                token ids: integers from 0 up to the size of the vocabulary.
         """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params is {params!r:.80}: expected SamplingParams")
+        ids = self._token_ids(prompt_token_ids)
+        stream = TextStream(self.tokenizer, params.stop)
+        seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+        with self._lock:
+            request = Request(self._next_id, ids, params)
+            self.scheduler.add(request)
+            self._next_id += 1
+            self._running[request.request_id] = _Running(request, stream, seed, owner)
+            self.statistics.prompt_tokens += len(ids)
+            return request.request_id
+
+    def _token_ids(self, given: Iterable[Any]) -> tuple[int, ...]:
         vocabulary = self.runner.config.vocab_size
-        for token in prompt_token_ids:
+        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+            raise ValueError(f"the prompt is {given!r:.80}: expected token ids")
+        ids = tuple(given)
+        for token in ids:
+            if not isinstance(token, int | np.integer) or isinstance(token, bool):
+                raise ValueError(f"prompt token id {token!r:.80}: expected an integer")
             if not 0 <= token < vocabulary:
                 raise ValueError(
                     f"prompt token id {token} is outside the vocabulary of {vocabulary}"
                 )
-        stream = TextStream(self.tokenizer, params.stop)
-        request = Request(self._next_id, tuple(prompt_token_ids), params)
-        self.scheduler.add(request)
-        self._next_id += 1
-        seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
-        self._running[request.request_id] = _Running(request, stream, seed)
-        self.statistics.prompt_tokens += len(request.prompt_token_ids)
-        return request.request_id
+        return tuple(map(int, ids))
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return self.scheduler.has_work
+        """Whether any request is unfinished, or `step()` has events to return without a step."""
+        return self.scheduler.has_work or None in self._events
 
-    def abort(self, request_id: int) -> None:
-        """Forget a request, whatever its state."""
-        if self._running.pop(request_id, None) is not None:
-            self.scheduler.abort(request_id)
+    def abort(self, request_id: int) -> bool:
+        """End a request, with what it has so far; its last event says "abort".
+
+        Returns:
+            Whether it was unfinished. One that is finished, or not here, is left as it is.
+        """
+        with self._lock:
+            if self.scheduler.abort(request_id) is None:
+                return False
+            running = self._running[request_id]
+            self._give(TokenEvent(request_id, None, running.stream.finish(), "abort"))
             self._drop_dead_step()
+            return True
 
     def check(self) -> None:
         """Verify the books of pages and tokens; RuntimeError names what does not add up."""
-        self.scheduler.check()
+        with self._lock:
+            self.scheduler.check()
 
-    def step(self) -> list[TokenEvent]:
-        """Finish one step over all ranks; returns an event for each token that it sampled."""
-        start = time.perf_counter()
-        try:
-            events = self._step()
-        except BaseException:
-            self._give_up()
-            raise
-        self.statistics.step_seconds += time.perf_counter() - start
-        return events
+    def step(self, owner: Hashable = None) -> list[TokenEvent]:
+        """Finish one step over all ranks; returns an event for each token that it sampled.
 
-    def _step(self) -> list[TokenEvent]:
+        These are the events of the owner's requests. Where some wait for it, of a step that was run
+        for another owner or of an abort, it gets them and no step is run.
+
+        If the step fails or is interrupted no request is lost: what they had in the cache is
+        computed anew by the next ones, with the same tokens as far as rounding goes.
+        """
+        with self._lock:
+            if owner not in self._events:
+                start = time.perf_counter()
+                try:
+                    self._step()
+                except BaseException:
+                    self._start_over()
+                    raise
+                self.statistics.step_seconds += time.perf_counter() - start
+            return self._events.pop(owner, [])
+
+    def pop(self, request_id: int) -> tuple[Request, str]:
+        """Take a finished request out of the engine: the request, and its text.
+
+        Its events that nobody asked for are dropped.
+
+        Raises:
+            ValueError: there is no such request, or it is not finished.
+        """
+        with self._lock:
+            running = self._running.get(request_id)
+            if running is None:
+                raise ValueError(f"there is no request {request_id!r:.80}")
+            if not running.request.is_finished:
+                raise ValueError(f"request {request_id} is not finished: expected abort before")
+            del self._running[request_id]
+            events = self._events.pop(running.owner, [])
+            if kept := [event for event in events if event.request_id != request_id]:
+                self._events[running.owner] = kept
+            return running.request, running.stream.text
+
+    def _step(self) -> None:
         step = self._dispatched or self._dispatch()
         self._dispatched = None
         if step is None:
-            return []
+            return
         if self.look_ahead:
             self.scheduler.advance(step.plan)
             if not self.scheduler.must_preempt:
                 self._dispatched = self._dispatch(step)
         tokens = step.read()
         self._count(step)
-        events = self._commit(step.plan, tokens)
+        self._commit(step.plan, tokens)
         self._drop_dead_step()
-        return events
 
     def _dispatch(self, before: DispatchedStep | None = None) -> DispatchedStep | None:
         """Plan and start the next step; None if there is nothing to compute."""
@@ -223,6 +292,8 @@ class Engine:
         return self._dispatcher.dispatch(plan, seeds, before)
 
     def _draft(self, request: Request) -> Sequence[int]:
+        if not self._running[request.request_id].takes_drafts:
+            return ()
         return self._propose(request.token_ids, self.speculate)[: self.speculate]
 
     def _drop_dead_step(self) -> None:
@@ -231,42 +302,69 @@ class Engine:
             self.scheduler.discard(self._dispatched.plan)
             self._dispatched = None
 
-    def _give_up(self) -> None:
-        """A step was interrupted or failed: drop all requests, and be ready for new ones."""
+    def _start_over(self) -> None:
+        """A step failed: have all requests wait, and be ready to compute them anew."""
         self._dispatched = None
-        self._running.clear()
-        self.scheduler.reset()
+        self.scheduler.start_over()
         self._dispatcher.recover()
+        for running in self._running.values():
+            request = running.request
+            if not request.is_finished:  # its text may be of a token that was not booked
+                running.stream = TextStream(self.tokenizer, request.params.stop)
+                for token in request.generated_token_ids:
+                    running.stream.push(token)
 
-    def _commit(self, plan: StepPlan, tokens: Sequence[list[int]]) -> list[TokenEvent]:
-        """Book the tokens that were sampled of each sequence, and turn them into text."""
+    def _commit(self, plan: StepPlan, tokens: Sequence[list[int]]) -> None:
+        """Book the tokens that were sampled of each sequence; turn them into text and events."""
         sampled: dict[int, list[int]] = {}
         text: dict[int, list[str]] = {}  # for each token
         stopped: set[int] = set()
+        failed: dict[int, str] = {}
         for sequence, candidates in zip(plan.sequences, tokens, strict=True):
             request = sequence.request
             if not sequence.samples or request.is_finished:
                 continue
+            request_id = request.request_id
             accepted = sequence.accept(candidates)
-            text[request.request_id], is_over = self._read(request, accepted)
-            sampled[request.request_id] = accepted[: len(text[request.request_id])]
+            if accepted[-1] == NOT_FINITE:
+                accepted.pop()
+                if sequence.drafts:
+                    # That may come of a draft, whose key is in a block with those before it. The
+                    # next step tells, which computes the same token without any.
+                    self._running[request_id].takes_drafts = False
+                else:
+                    index = request.num_generated - request.has_unread
+                    failed[request_id] = f"logits are not finite at generated token {index}"
+            text[request_id], is_over = self._read(request, accepted)
+            sampled[request_id] = accepted[: len(text[request_id])]
             if is_over:
-                stopped.add(request.request_id)
-            self.statistics.sampled_rows += 1
+                stopped.add(request_id)
+            self.statistics.sampled_rows += bool(accepted)
             self.statistics.drafted_tokens += len(sequence.drafts)
-            self.statistics.accepted_tokens += len(sampled[request.request_id]) - 1
-        for request in self.scheduler.commit(plan, sampled, stopped):
+            self.statistics.accepted_tokens += max(0, len(sampled[request_id]) - 1)
+        rest: dict[int, str] = {}
+        for request in self.scheduler.commit(plan, sampled, stopped, failed):
             stream = self._running[request.request_id].stream
             was_stopped = stream.stopped
-            text[request.request_id][-1] += stream.finish()
-            if stream.stopped and not was_stopped:  # a stop string in what had been held back
-                request.finish_reason = "stop"
-        events = []
+            rest[request.request_id] = stream.finish()
+            if stream.stopped and not was_stopped and request.error is None:
+                request.finish_reason = "stop"  # a stop string in what had been held back
         for i, accepted in sampled.items():
-            events += [TokenEvent(i, *each, None) for each in zip(accepted, text[i], strict=True)]
-            reason = self._running[i].request.finish_reason
-            events[-1] = dataclasses.replace(events[-1], finish_reason=reason)
-        return events
+            events = [TokenEvent(i, *each, None) for each in zip(accepted, text[i], strict=True)]
+            if i in failed:
+                events.append(TokenEvent(i, None, "", None))
+            if i in rest:
+                reason = self._running[i].request.finish_reason
+                whole = events[-1].text + rest[i]
+                events[-1] = dataclasses.replace(events[-1], text=whole, finish_reason=reason)
+            for event in events:
+                self._give(event)
+
+    def _give(self, event: TokenEvent) -> None:
+        """Keep an event until the owner of its request asks for it."""
+        assert event.request_id is not None
+        owner = self._running[event.request_id].owner
+        self._events.setdefault(owner, []).append(event)
 
     def _read(self, request: Request, tokens: Sequence[int]) -> tuple[list[str], bool]:
         """The text of each token up to one that ends the request, and whether one does."""
@@ -280,11 +378,6 @@ class Engine:
             if stream.stopped:
                 return text, True
         return text, False
-
-    def pop(self, request_id: int) -> tuple[Request, str]:
-        """Take a finished request out of the engine: the request, and its text."""
-        running = self._running.pop(request_id)
-        return running.request, running.stream.text
 
     def _count(self, step: DispatchedStep) -> None:
         stats = self.statistics

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from tbo_jax.engine.config import DTYPES, EngineConfig
 from tbo_jax.engine.devices import make_devices, use_compilation_cache
 from tbo_jax.engine.engine import Engine, TokenEvent
 from tbo_jax.engine.scheduling.request import FinishReason
+from tbo_jax.engine.sharing import Calls
 from tbo_jax.host.progress import progress_bar
 from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.parallel.exchange import TRANSPORTS
@@ -33,14 +36,14 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, token ids, o
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a prompt gave. With `finish_reason` "error" `error` says why, and the rest is empty."""
+    """What a prompt gave."""
 
     prompt: Prompt
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int]  # none if it could not be run
     token_ids: list[int]  # generated, without the end-of-sequence token
     text: str
-    finish_reason: FinishReason
-    error: str | None = None
+    finish_reason: FinishReason  # with "abort" and "error" the tokens and text are those until then
+    error: str | None = None  # with "error", why
 
 
 class LLM:
@@ -120,41 +123,47 @@ class LLM:
         )
         with progress_bar("compiling", show_progress) as update:
             self.engine.warm_up(update)
-        self._generate_seconds = 0.0
+        self._calls = Calls()
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         on_token: Callable[[int, TokenEvent], None] | None = None,
     ) -> list[Completion]:
         """Generate for all prompts, batched continuously.
 
+        Several threads may call this at a time, and `on_token` may call it too: their prompts are
+        batched together, and what is raised in one call ends the requests of that call only. Of
+        several processes each calls it from one thread.
+
         Args:
-            prompts: texts, token-id lists, or chats (lists of {"role", "content"}). Of several
-                processes only the first's count, and its `params`.
+            prompts: texts, token-id lists, or chats (lists of {"role", "content"}), all read before
+                the first is run. One text counts as a list of it. Of several processes only the
+                first's count, and its `params`.
             params: for all, or one for each; default greedy.
             on_token: called with (index of the prompt, `TokenEvent`) for each token as it comes.
 
         Returns:
             One `Completion` per prompt, in order. A prompt that cannot run (empty, too long, ...)
-            gives one with an error and does not disturb the others.
+            gives one with an error and does not disturb the others. Neither does one whose logits
+            are not finite, or that is aborted.
 
         Raises:
-            ValueError: `params` of another number than `prompts`.
+            ValueError: `prompts`, `params` or `on_token` are of another kind, or `params` of
+                another number than `prompts`.
+            RuntimeError: there are several processes, and another thread is in a call; or somebody
+                took a request of this call out of the engine.
         """
-        prompts, params = from_first((prompts, params))
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(prompts)
-        else:
-            each = list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(each)} SamplingParams")
-        for wanted in each:
-            if not isinstance(wanted, SamplingParams):
-                raise ValueError(f"params must be SamplingParams, got {wanted!r}")
+        with self._calls.enter():
+            return self._generate(*_asked(prompts, params, on_token), on_token)
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        each: Sequence[SamplingParams],
+        on_token: Callable[[int, TokenEvent], None] | None,
+    ) -> list[Completion]:
         # Drawn by the first process, for all.
         drawn = from_first([secrets.randbelow(MAX_SEED) for _ in each])
         each = [
@@ -162,18 +171,19 @@ class LLM:
             for p, seed in zip(each, drawn, strict=True)
         ]
         done: dict[int, Completion] = {}
-        index_of: dict[int, int] = {}
-        start = time.perf_counter()
+        index_of: dict[int, int] = {}  # request id -> index of its prompt
+        call = object()
         try:
             for index, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
                 try:
-                    index_of[self.engine.add(self.encode(prompt), wanted)] = index
+                    index_of[self.engine.add(self.encode(prompt), wanted, call)] = index
                 except ValueError as error:
                     done[index] = Completion(prompt, [], [], "", "error", str(error))
                     if on_token is not None:
                         on_token(index, TokenEvent(None, None, "", "error"))
-            while self.engine.has_work:
-                for event in self.engine.step():
+            while index_of:
+                events = self.engine.step(call)
+                for event in events:
                     assert event.request_id is not None
                     index = index_of[event.request_id]
                     if event.finish_reason is not None:
@@ -181,12 +191,33 @@ class LLM:
                         del index_of[event.request_id]
                     if on_token is not None:
                         on_token(index, event)
+                if not events and not self.engine.scheduler.has_work:
+                    raise RuntimeError(f"requests {list(index_of)} are no longer in the engine")
         finally:
             for request_id in index_of:  # not empty only when something was raised
                 self.engine.abort(request_id)
-            self._generate_seconds += time.perf_counter() - start
+                with contextlib.suppress(ValueError):  # it is gone already
+                    self.engine.pop(request_id)
         self.engine.check()
         return [done[index] for index in range(len(prompts))]
+
+    def abort(self, request_id: int) -> bool:
+        """End a request of a running `generate`: its `Completion` has what there is, and "abort".
+
+        It may be called from `on_token` or from another thread. Of several processes each has to
+        call it, from `on_token` and for the same event.
+
+        Args:
+            request_id: as its `TokenEvent`s name it.
+
+        Returns:
+            Whether it was unfinished; otherwise nothing happens.
+
+        Raises:
+            RuntimeError: there are several processes, and another thread is in `generate`.
+        """
+        self._calls.check_thread("abort")
+        return self.engine.abort(request_id)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt.
@@ -213,7 +244,7 @@ class LLM:
         `link_bytes` is what a device sent to others, padding included. With the ragged transport
         it is `link_bytes_at_most`, as if every token had its experts on as many devices as can be.
         """
-        stats, seconds = asdict(self.engine.statistics), self._generate_seconds
+        stats, seconds = asdict(self.engine.statistics), self._calls.seconds
         if TRANSPORTS[self.engine.runner.transport].sizes_are_data:
             stats["link_bytes_at_most"] = stats.pop("link_bytes")
         rate = stats["generated_tokens"] / seconds if seconds else 0.0
@@ -225,6 +256,7 @@ class LLM:
             "tokens_per_row": self.engine.statistics.tokens_per_row,
             "preemptions": self.engine.scheduler.statistics.preemptions,
             **self.engine.runner.memory(),
+            "finished": dict(self.engine.scheduler.statistics.finished),
             "seconds": seconds,
             "tokens_per_second": rate,
             "load_seconds": self.load_seconds,
@@ -239,6 +271,51 @@ class LLM:
         ended = tokens and tokens[-1] in self.engine.end_of_sequence
         if ended and not request.params.ignore_eos:
             tokens = tokens[:-1]
-        reason = request.finish_reason or "error"
+        reason = request.finish_reason
+        assert reason is not None
         ids = list(request.prompt_token_ids)
         return Completion(prompt, ids, tokens, text, reason, request.error)
+
+
+def _asked(
+    prompts: object, params: object, on_token: object
+) -> tuple[list[Prompt], list[SamplingParams]]:
+    """The prompts of the first process and the params of each; an error there is one in all."""
+    if on_token is not None and not callable(on_token):
+        raise ValueError(f"on_token is {on_token!r:.80}: expected a function, or None")
+    asked, refused = None, None
+    if is_first():
+        try:
+            asked = _as_lists(prompts, params)
+        except Exception as error:  # of the caller's generators too: the others wait for word
+            refused = error
+    asked, told = from_first((asked, None if refused is None else str(refused)))
+    if told is not None:
+        raise refused or ValueError(told)
+    assert asked is not None
+    return asked
+
+
+def _as_lists(prompts: Any, params: Any) -> tuple[list[Prompt], list[SamplingParams]]:
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    unordered = bytes | bytearray | Mapping | Set
+    if not isinstance(prompts, Iterable) or isinstance(prompts, unordered):
+        raise ValueError(
+            f"prompts is {prompts!r:.80}: expected a text, or a list of prompts, each a text, a "
+            "list of token ids, or a list of chat messages"
+        )
+    # A prompt that can be read only once is told to the other processes, and returned.
+    listed = [list(prompt) if isinstance(prompt, Iterator) else prompt for prompt in prompts]
+    if params is None or isinstance(params, SamplingParams):
+        return listed, [params or SamplingParams()] * len(listed)
+    if not isinstance(params, Iterable) or isinstance(params, str | unordered):
+        raise ValueError(f"params must be SamplingParams, or one for each prompt, got {params!r}")
+    each = list(islice(params, len(listed) + 1))  # they may have no end
+    if len(each) != len(listed):
+        more = "more" if len(each) > len(listed) else len(each)
+        raise ValueError(f"{len(listed)} prompts and {more} SamplingParams")
+    for wanted in each:
+        if not isinstance(wanted, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, got {wanted!r}")
+    return listed, each

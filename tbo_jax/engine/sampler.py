@@ -16,13 +16,16 @@ def compile_sampler(mesh: Mesh, rows: int, vocab_size: int, width: int) -> jax.s
 
     Logits [R, B, V], inputs -> tokens, padded tokens, the tokens for the host. The tokens are int32
     [R, B]. Padded with zeros to `width` they are [R, W], so that `compile_feed` needs not be told
-    the number of rows. Those for the host are there whole in each of several processes.
+    the number of rows. Those for the host are there whole in each of several processes. Only they
+    say `NOT_FINITE`: a step that is dispatched ahead gets token 0 in its place, and what it
+    computes from that is thrown away.
     """
     placed = NamedSharding(mesh, PartitionSpec(RANKS))
 
     def per_rank(logits, inputs):
-        tokens = sample(logits[0], jax.tree.map(lambda leaf: leaf[0], inputs))
-        return tokens[None], jnp.pad(tokens, (0, width - rows))[None], tokens[None]
+        sampled = sample(logits[0], jax.tree.map(lambda leaf: leaf[0], inputs))
+        tokens = jnp.maximum(sampled, 0)
+        return tokens[None], jnp.pad(tokens, (0, width - rows))[None], sampled[None]
 
     idle = SamplingInputs.from_rows([], [], [], rows)
     example = jax.tree.map(lambda leaf: np.stack([leaf] * num_ranks(mesh)), idle)

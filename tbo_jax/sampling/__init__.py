@@ -4,7 +4,15 @@ from typing import Any
 
 from tbo_jax.sampling.params import MAX_SEED, SamplingParams
 
-__all__ = ["MAX_SEED", "SamplingInputs", "SamplingParams", "greedy", "kept_tokens", "sample"]
+__all__ = [
+    "MAX_SEED",
+    "NOT_FINITE",
+    "SamplingInputs",
+    "SamplingParams",
+    "greedy",
+    "kept_tokens",
+    "sample",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ _TINY = float(np.finfo(np.float32).tiny)  # the smallest float32 that no backend
 _BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 under 1
 _LOWEST = -(2**31)
 _HIGHEST = 2**31 - 1
+NOT_FINITE = -1  # in place of a token, where the logits give none
 
 
 @jax.tree_util.register_dataclass
@@ -80,13 +81,16 @@ def sample(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
     the last one kept by top-k or top-p are all kept. The draw is Gumbel-max with a threefry key of
     the row's seed and step only, so that a request gets the same tokens in any row of any batch.
 
-    Logits may be -inf (a token ruled out), not NaN or +inf, and one of a row must be finite.
-    Rows are independent; with rows over several devices call it inside `jax.shard_map`, or the
-    tests that skip unused filters become all-reduces.
+    Logits may be -inf (a token ruled out). A row with NaN or +inf, or with nothing finite, gets
+    `NOT_FINITE`, which is no token. Rows are independent; with rows over several devices call it
+    inside `jax.shard_map`, or the tests that skip unused filters become all-reduces.
     """
+    best = greedy(logits)
     draw = jnp.any(inputs.temperature >= _TINY)
-    tokens: jax.Array = lax.cond(draw, _draw, lambda logits, _: greedy(logits), logits, inputs)
-    return tokens
+    tokens = lax.cond(draw, _draw, lambda logits, inputs, best: best, logits, inputs, best)
+    # argmax takes a NaN before any number, so that the best logit tells of the whole row.
+    highest = jnp.take_along_axis(logits, best[:, None], axis=1)[:, 0]
+    return jnp.where(jnp.isfinite(highest), tokens, NOT_FINITE)
 
 
 def kept_tokens(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
@@ -94,7 +98,7 @@ def kept_tokens(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
     return _weigh(logits, inputs)[0]
 
 
-def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
+def _draw(logits: jax.Array, inputs: SamplingInputs, best: jax.Array) -> jax.Array:
     keep, weight = _weigh(logits, inputs)
 
     def random_bits(seed: jax.Array, step: jax.Array) -> jax.Array:
@@ -115,7 +119,7 @@ def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
     last = score.shape[-1] - 1
     winner = jnp.where(score == jnp.max(score, axis=-1, keepdims=True), index, last)
     drawn = jnp.min(_fold(winner, jnp.minimum, last), axis=-1)
-    return jnp.where(inputs.temperature >= _TINY, drawn, greedy(logits))
+    return jnp.where(inputs.temperature >= _TINY, drawn, best)
 
 
 def _weigh(logits: jax.Array, inputs: SamplingInputs) -> tuple[jax.Array, jax.Array]:

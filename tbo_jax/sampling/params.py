@@ -28,8 +28,9 @@ class SamplingParams:
         top_k: keep the k most probable tokens; 0 is off.
         top_p: keep the fewest most probable tokens whose mass reaches it, in (0, 1]; 1 is off.
         min_p: drop tokens less probable than this fraction of the best one's, in [0, 1]; 0 is off.
-        seed: with temperature > 0, the same seed gives the same tokens in any batch. None lets the
-            engine draw one.
+        seed: with temperature > 0, the same seed gives the same tokens in any batch: exactly in
+            float32, and up to rounding in bfloat16, where steps of other shapes round otherwise and
+            a token that was nearly another one may become it. None lets the engine draw a seed.
         stop: texts that end the generation. One string is taken as a tuple of one.
         ignore_eos: go on after an end-of-sequence token.
 

@@ -64,7 +64,7 @@ def run(engine: Engine, load: Load) -> Result:
             request_id = engine.add(load.prompts[index], load.params[index])
             ids[request_id] = index
             if load.abort_after.get(index) == 0:
-                engine.abort(request_id)
+                forget(engine, request_id)
         if not engine.has_work:
             if len(ids) == len(load.prompts):
                 break
@@ -77,14 +77,23 @@ def run(engine: Engine, load: Load) -> Result:
             result.events[index].append(event)
             if event.finish_reason is not None:
                 request, result.text[index] = engine.pop(event.request_id)
-                assert request.generated_token_ids == [e.token_id for e in result.events[index]]
+                given = [e.token_id for e in result.events[index] if e.token_id is not None]
+                assert request.generated_token_ids == given
+                assert (request.error is None) == (event.finish_reason != "error")
             elif load.abort_after.get(index) == len(result.events[index]):
-                engine.abort(event.request_id)
+                forget(engine, event.request_id)
                 aborted.add(index)
         engine.check()
     assert engine.step() == []
-    assert set(engine.scheduler.num_free_pages) == {engine.runner.cache.num_pages - 1}
+    free = {rank.pages.num_free for rank in engine.scheduler._ranks}
+    assert free == {engine.runner.cache.num_pages - 1}
+    assert not engine._running and not engine._events
     return Result([[plain(e) for e in events] for events in result.events], result.text)
+
+
+def forget(engine: Engine, request_id: int) -> None:
+    engine.abort(request_id)  # which may be finished, by a later event of the same step
+    engine.pop(request_id)
 
 
 def plain(event: TokenEvent) -> TokenEvent:

@@ -12,8 +12,16 @@ from tbo_jax import LLM, OverlapConfig, SamplingParams
 from tbo_jax.engine.engine import Engine
 from tbo_jax.engine.sampler import compile_feed, compile_sampler
 from tbo_jax.parallel.sharding import make_mesh
-from tbo_jax.sampling.draw import SamplingInputs
-from tests.engine.loads import END_OF_SEQUENCE, Load, random_load, run
+from tbo_jax.sampling.draw import NOT_FINITE, SamplingInputs
+from tests.engine.loads import END_OF_SEQUENCE, Load, forget, plain, random_load, run
+from tests.engine.not_finite import (
+    BAD,
+    EMBEDDING,
+    ERROR,
+    check_until_bad,
+    load_with_bad,
+    poisoned,
+)
 from tests.golden_cases import Golden, with_tokenizer
 
 NAME = "qwen3_moe"
@@ -106,13 +114,13 @@ def test_an_aborted_request_makes_room_for_the_next(engines):
     crowd = [ahead.add([7] * 20, wanted) for _ in range(3 * ahead.runner.mesh.size)]
     ahead.step()
     for request_id in crowd:
-        ahead.abort(request_id)
+        forget(ahead, request_id)
     assert not ahead.has_work
     (found,) = run(ahead, Load([GOLDEN.prompts[0]], [wanted], [0])).events
     assert found == alone
 
 
-def test_a_step_that_fails_ahead_leaves_a_usable_engine(engines, monkeypatch):
+def test_a_step_that_fails_ahead_loses_no_request(engines, monkeypatch):
     _, ahead = engines
     wanted = SamplingParams(max_new_tokens=8, ignore_eos=True)
     (alone,) = run(ahead, Load([GOLDEN.prompts[0]], [wanted], [0])).events
@@ -125,25 +133,94 @@ def test_a_step_that_fails_ahead_leaves_a_usable_engine(engines, monkeypatch):
         return step(*args)
 
     monkeypatch.setattr(ahead.runner, "step", failing)
-    ahead.add(GOLDEN.prompts[0], wanted)
-    ahead.step()
+    request_id = ahead.add(GOLDEN.prompts[0], wanted)
+    events = ahead.step()
     with pytest.raises(RuntimeError, match="no more"):
         ahead.step()
     monkeypatch.undo()
-    assert not ahead.has_work
-    (found,) = run(ahead, Load([GOLDEN.prompts[0]], [wanted], [0])).events
-    assert found == alone
+    ahead.check()
+    while ahead.has_work:
+        events += ahead.step()
+    ahead.pop(request_id)
+    assert [plain(event) for event in events] == alone
+
+
+# Logits that are not finite
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["waiting", "ahead"])
+def test_logits_that_are_not_finite_end_one_request_only(engines, which, compilations):
+    """Greedy and drawn, in chunks, queues and preemptions; its pages go to others."""
+    waiting, engine = engines[0], engines[which]
+    ends = []
+    for seed in range(6):
+        load = load_with_bad(np.random.default_rng(seed), content=seed % 2 == 1)
+        clean = run(waiting, load)
+        with poisoned(engine.runner, EMBEDDING, BAD):
+            found = run(engine, load)
+        ends += check_until_bad(load, clean, found)
+    assert min(ends.count(end) for end in ("at once", "later", "well")) > 5
+    assert engine.scheduler.statistics.preemptions > 0
+    assert compilations() == 0
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["waiting", "ahead"])
+def test_the_error_names_the_token(engines, which):
+    engine = engines[which]
+    wanted = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=30.0, seed=1)
+    (clean,) = run(engine, Load([[1, 2, 3]], [wanted], [0])).events
+    given = [1, 2, 3, *[event.token_id for event in clean]]
+    place = next(i for i in range(5, 9) if given[i + 3] not in given[: i + 3])
+    bad = given[place + 3]
+    finished = dict(engine.scheduler.statistics.finished)
+    with poisoned(engine.runner, EMBEDDING, bad):
+        request_id = engine.add([1, 2, 3], wanted)
+        while engine.has_work:
+            events = engine.step()
+    assert [plain(event) for event in events] == [ERROR]
+    request, text = engine.pop(request_id)
+    assert request.error == f"logits are not finite at generated token {place + 1}"
+    assert request.generated_token_ids == [event.token_id for event in clean[: place + 1]]
+    assert text == "".join(event.text for event in clean[: place + 1])
+    finished["error"] += 1
+    assert engine.scheduler.statistics.finished == finished
+    (again,) = run(engine, Load([[1, 2, 3]], [wanted], [0])).events
+    assert again == clean
+
+
+def test_an_expert_that_is_not_finite_harms_those_who_chose_it(engines):
+    """The others share its blocks and messages, and are as they were."""
+    _, ahead = engines
+    wanted = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    load = Load([[i, i + 1] for i in range(24)], [wanted] * 24, [0] * 24)
+    clean = run(ahead, load)
+    with poisoned(ahead.runner, ("layers", 1, "mlp", "down_proj"), (5, 0, 0)):
+        found = run(ahead, load)
+    well = []
+    for ours, theirs in zip(found.events, clean.events, strict=True):
+        given = [event for event in ours if event != ERROR]
+        assert given == theirs[: len(given)]
+        well.append(given == theirs)
+    assert 3 < sum(well) < 21
+
+
+def test_every_request_of_a_broken_model_says_so(engines):
+    waiting, _ = engines
+    load = random_load(np.random.default_rng(1), content=False)
+    with poisoned(waiting.runner, ("norm", "scale"), 0):
+        assert run(waiting, load).events == [[ERROR]] * len(load.prompts)
 
 
 def test_the_programs_around_a_step():
     mesh = make_mesh(2)
     logits = np.zeros((2, 3, 10), np.float32)
     logits[0, range(3), [4, 2, 9]] = logits[1, range(3), [1, 0, 7]] = 1.0
+    logits[1, 1, 8] = np.nan
     inputs = SamplingInputs.from_rows([], [], [], 3)
     stacked = [np.stack([leaf] * 2) for leaf in vars(inputs).values()]
     run_sampler = compile_sampler(mesh, 3, 10, 5)
     tokens, padded, readable = run_sampler(logits, SamplingInputs(*stacked))
-    assert np.asarray(readable).tolist() == np.asarray(tokens).tolist()
+    assert np.asarray(readable).tolist() == [[4, 2, 9], [1, NOT_FINITE, 7]]
     assert np.asarray(tokens).tolist() == [[4, 2, 9], [1, 0, 7]]
     assert np.asarray(padded).tolist() == [[4, 2, 9, 0, 0], [1, 0, 7, 0, 0]]
     ids = np.array([[-3, 8, -1, 0], [6, -2, 5, -3]], np.int32)

@@ -16,6 +16,7 @@ from tbo_jax.engine.scheduling.plan import ScheduledSequence, StepPlan
 from tbo_jax.engine.scheduling.request import Request
 from tbo_jax.step.runner import ModelRunner
 from tests.engine.loads import END_OF_SEQUENCE, VOCABULARY, Load, Result, random_load, run
+from tests.engine.not_finite import BAD, EMBEDDING, check_until_bad, load_with_bad, poisoned
 from tests.golden_cases import Golden, with_tokenizer
 
 NAME = "qwen3_moe"
@@ -167,6 +168,44 @@ def test_steps_with_and_without_drafts_and_empty_ranks_alternate(engine, compila
     count = engine.runner.overlap.micro_batches(8)
     assert {name.split(" ")[-1] for name in names if "verify" in name} == {f"x{count}"}
     assert compilations() == 0
+
+
+# Logits that are not finite
+
+
+def test_logits_that_are_not_finite_end_one_request_only(engine, compilations):
+    """With drafts that are right up to them, and wrong ones."""
+    ends = []
+    for seed in range(8):
+        load = load_with_bad(np.random.default_rng(seed), content=seed % 2 == 1)
+        clean = run_plainly(engine, load)
+        oracle = Oracle(seed % 4)
+        oracle.learn(load, clean.events)
+        with poisoned(engine.runner, EMBEDDING, BAD):
+            found = run_with(oracle, engine, load)
+        ends += check_until_bad(load, clean, found)
+    assert min(ends.count(end) for end in ("at once", "later", "well")) > 3
+    assert compilations() == 0
+
+
+@pytest.mark.parametrize("place", range(DRAFTS))
+def test_a_draft_that_is_not_finite_does_no_harm(engine, place):
+    """Its key is in a block with those before it; what it does to them is not theirs."""
+    load = random_load(np.random.default_rng(5), content=False)
+    clean = run_plainly(engine, load)
+    given = {token for prompt in load.prompts for token in prompt}
+    bad = max(set(range(VOCABULARY)) - given - {e.token_id for of in clean.events for e in of})
+    oracle = Oracle()
+    oracle.learn(load, clean.events)
+
+    def propose(token_ids, most):
+        drafts = oracle(token_ids, most)
+        return [*drafts[:place], bad, *drafts[place + 1 :]][:most]
+
+    drafted = engine.statistics.drafted_tokens
+    with poisoned(engine.runner, EMBEDDING, bad):
+        assert run_with(propose, engine, load) == clean
+    assert engine.statistics.drafted_tokens > drafted
 
 
 # Ranks

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tbo_jax.sampling.params
-from tbo_jax.sampling.draw import SamplingInputs, greedy, kept_tokens, sample
+from tbo_jax.sampling.draw import NOT_FINITE, SamplingInputs, greedy, kept_tokens, sample
 from tbo_jax.sampling.params import MAX_SEED, SamplingParams
 
 jit_sample = jax.jit(sample)
@@ -193,6 +193,29 @@ def test_a_filter_that_leaves_one_token_is_greedy(filter_: dict[str, Any]) -> No
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(64, 97)), jnp.float32)
     rows = [SamplingParams(temperature=1.5, seed=i, **filter_) for i in range(64)]
     assert jit_sample(logits, inputs_of(rows)).tolist() == greedy(logits).tolist()
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["all greedy", "some drawn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_that_is_not_finite_has_no_token(drawn: bool, dtype: str) -> None:
+    clean = np.random.default_rng(0).normal(size=(9, 30)).astype(np.float32)
+    clean[0, 3:] = -np.inf  # which only rules tokens out
+    broken = clean.copy()
+    broken[1, 29] = broken[2, 0] = broken[4] = np.nan
+    broken[5, 11] = np.inf
+    broken[6] = -np.inf
+    broken[8, 4:6] = np.nan, np.inf
+    filters = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1)
+    rows = (
+        [SamplingParams(), SamplingParams(temperature=1.0), filters]
+        if drawn
+        else [SamplingParams()]
+    )
+    inputs = inputs_of([rows[i % len(rows)] for i in range(9)])
+    expected = np.asarray(jit_sample(jnp.asarray(clean, dtype), inputs))
+    expected = np.where(np.isin(range(9), [0, 3, 7]), expected, NOT_FINITE)
+    assert jit_sample(jnp.asarray(broken, dtype), inputs).tolist() == expected.tolist()
+    assert (expected[[0, 3, 7]] >= 0).all()
 
 
 def test_greedy_and_drawn_rows_mix() -> None:

@@ -70,8 +70,13 @@ class StepPlan:
         """Whether all of its requests have finished since it was made; true if it has none."""
         return all(s.request.is_finished for s in self.sequences)
 
-    def check_sampled(self, sampled: Mapping[int, Sequence[int]], stopped: Collection[int]) -> None:
-        """ValueError if new tokens, or the requests they stopped, are not those of this step."""
+    def check_sampled(
+        self,
+        sampled: Mapping[int, Sequence[int]],
+        stopped: Collection[int],
+        failed: Collection[int],
+    ) -> None:
+        """ValueError if new tokens, or the requests that end, are not those of this step."""
         sampling = {s.request.request_id: s for s in self.sequences if s.samples}
         required = {i for i, sequence in sampling.items() if not sequence.request.is_finished}
         if not required <= sampled.keys() <= sampling.keys():
@@ -80,13 +85,17 @@ class StepPlan:
             )
         for request_id, tokens in sampled.items():
             drafts, accepted = sampling[request_id].drafts, tuple(tokens[:-1])
-            if not tokens or drafts[: len(accepted)] != accepted:
+            # One that fails has none, and one with drafts may have none.
+            fits = not tokens if request_id in failed else tokens or drafts
+            if not fits or drafts[: len(accepted)] != accepted:
                 raise ValueError(
                     f"got tokens {list(tokens)} of request {request_id}; expected some of its "
                     f"drafts {list(drafts)} and one more"
                 )
-        if not sampled.keys() >= set(stopped):
+        if not {i for i, tokens in sampled.items() if tokens} >= set(stopped):
             raise ValueError(f"requests {sorted(stopped)} stopped; expected some of the sampled")
+        if not sampled.keys() >= set(failed):
+            raise ValueError(f"requests {sorted(failed)} failed; expected some of the sampled")
 
 
 class RankStep:
@@ -136,5 +145,5 @@ class SchedulerStatistics:
     preemptions: int = 0
     discarded_tokens: int = 0  # had been computed when their request was preempted
     finished: dict[FinishReason, int] = field(
-        default_factory=lambda: {"stop": 0, "length": 0, "error": 0}
+        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
     )

@@ -7,7 +7,7 @@ from typing import Literal
 
 from tbo_jax.sampling.params import SamplingParams
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 def unread_token(row: int) -> int:

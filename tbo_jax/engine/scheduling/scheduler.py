@@ -38,6 +38,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from tbo_jax.engine.scheduling.books import check_books
 from tbo_jax.engine.scheduling.limits import Limits
@@ -75,7 +76,7 @@ class Scheduler:
             raise ValueError(f"num_ranks is {num_ranks}; expected 1 or more")
         self.limits = Limits(page_size, num_pages, max_sequences, max_tokens, max_context)
         self.statistics = SchedulerStatistics()
-        self._ranks = [Rank(i, num_pages, page_size, max_sequences) for i in range(num_ranks)]
+        self._ranks = self._new_ranks(num_ranks)
         self._requests: dict[int, Request] = {}  # the unfinished ones
         self._waiting: deque[Request] = deque()  # oldest first
         self._ending: list[Request] = []  # all computed, and the last token is not read yet
@@ -88,22 +89,9 @@ class Scheduler:
         return bool(self._requests)
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return sum(len(rank.running) for rank in self._ranks)
-
-    @property
     def must_preempt(self) -> bool:
         """Whether the next step is short of pages, and with that cannot be planned ahead."""
         return any(rank.wants > rank.pages.num_free for rank in self._ranks)
-
-    @property
-    def num_free_pages(self) -> tuple[int, ...]:
-        """Of each rank."""
-        return tuple(rank.pages.num_free for rank in self._ranks)
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -183,17 +171,23 @@ class Scheduler:
                     self._ending.append(request)
 
     def commit(
-        self, plan: StepPlan, sampled: Mapping[int, Sequence[int]], stopped: Collection[int] = ()
+        self,
+        plan: StepPlan,
+        sampled: Mapping[int, Sequence[int]],
+        stopped: Collection[int] = (),
+        failed: Mapping[int, str] = MappingProxyType({}),
     ) -> list[Request]:
         """Record what the plan gave; returns the requests that it finishes, in plan order.
 
         Args:
             plan: the advanced one, or if there is none the last one of `schedule`.
             sampled: request id -> new tokens, of every sequence that samples: the drafts that were
-                accepted, and one more. Fewer if one of them ends the request.
+                accepted, and one more. Fewer if one of them ends the request; a sequence with
+                drafts may have fewer anyway, or none, and then is at that place again.
             stopped: ids of requests that their last token ends (end of sequence, a stop string).
                 They finish with "stop". Others finish with "length" when they have all the tokens
                 they asked for, fill the context, or fill all the pages of a rank.
+            failed: request id -> why, of those that have no token. They finish with "error".
 
         Sequences whose request was finished or aborted since `schedule` are passed over. Raises
         RuntimeError for another plan; ValueError, changing nothing, for ids or numbers of tokens
@@ -201,7 +195,7 @@ class Scheduler:
         """
         if plan is not self._unread_plan:
             self._expect_open(plan)
-        plan.check_sampled(sampled, stopped)
+        plan.check_sampled(sampled, stopped, failed)
         if plan is not self._unread_plan:
             self.advance(plan)
         self._unread_plan = None
@@ -213,11 +207,17 @@ class Scheduler:
                 continue
             tokens = sampled[request.request_id]
             request.token_ids[-1:] = tokens
-            request.num_computed += len(tokens) - 1
             self.statistics.generated_tokens += len(tokens)
-            if request.request_id in stopped or self.limits.is_reached(request):
-                self.finish(request, "stop" if request.request_id in stopped else "length")
-                finished.append(request)
+            if request.request_id in failed:
+                self.finish(request, "error", failed[request.request_id])
+            elif request.request_id in stopped:
+                self.finish(request, "stop")
+            elif self.limits.is_reached(request):
+                self.finish(request, "length")
+            else:
+                request.num_computed += len(tokens) - 1
+                continue
+            finished.append(request)
         for rank in self._ranks:
             rank.shrink()
         return finished
@@ -233,6 +233,8 @@ class Scheduler:
         """End a request that runs or waits, and free its pages. RuntimeError if it does neither."""
         if self._requests.get(request.request_id) is not request:
             raise RuntimeError(f"request {request.request_id} neither runs nor waits")
+        request.finish_reason = reason
+        request.error = error
         if request.rank is not None:
             self._ranks[request.rank].release(request)
         else:
@@ -241,26 +243,38 @@ class Scheduler:
         if request.has_unread:
             request.token_ids.pop()
         del self._requests[request.request_id]
-        request.finish_reason = reason
-        request.error = error
         self.statistics.finished[reason] += 1
 
-    def reset(self) -> None:
-        """Abort all requests and forget all plans: a step failed."""
-        self._open_plan = self._unread_plan = None
-        for request_id in list(self._requests):
-            self.abort(request_id)
+    def start_over(self) -> None:
+        """Forget all plans and pages: a step failed. All requests wait, with their tokens so far.
 
-    def abort(self, request_id: int, error: str = "aborted") -> Request | None:
-        """End an unfinished request with an error and return it; None if the id has none."""
+        Whatever else the failure left half done is put right.
+        """
+        self._open_plan = self._unread_plan = None
+        self._ranks = self._new_ranks(len(self._ranks))
+        self._ending.clear()
+        self._requests = {i: r for i, r in self._requests.items() if not r.is_finished}
+        self._waiting = deque(self._requests.values())  # which are in order of arrival
+        for request in self._waiting:
+            request.rank, request.pages, request.num_computed = None, [], 0
+            if request.has_unread:
+                request.token_ids.pop()
+
+    def abort(self, request_id: int) -> Request | None:
+        """End an unfinished request with "abort" and return it; None if the id has none."""
         request = self._requests.get(request_id)
         if request is not None:
-            self.finish(request, "error", error)
+            self.finish(request, "abort")
         return request
 
     def check(self) -> None:
         """Verify the books: RuntimeError naming the page or request that does not add up."""
         check_books(self._ranks, list(self._waiting), self._ending, self._requests)
+
+    def _new_ranks(self, count: int) -> list[Rank]:
+        limits = self.limits
+        sizes = limits.num_pages, limits.page_size, limits.max_sequences
+        return [Rank(index, *sizes) for index in range(count)]
 
     def _expect_open(self, plan: StepPlan) -> None:
         if plan is not self._open_plan:

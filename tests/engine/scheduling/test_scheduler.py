@@ -3,13 +3,14 @@ from __future__ import annotations
 import random
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tbo_jax.engine.scheduling.plan import Propose, StepPlan
+from tbo_jax.engine.scheduling.plan import StepPlan
 from tbo_jax.engine.scheduling.request import Request, unread_token
 from tbo_jax.engine.scheduling.scheduler import Scheduler
 from tbo_jax.sampling.params import SamplingParams
@@ -25,10 +26,12 @@ class Model:
 
     def __init__(self, num_ranks: int, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
+        self.without_drafts: set[int] = set()  # ids of requests, once a draft was in the way
         self.slots = [[-1] * (num_pages * page_size) for _ in range(num_ranks)]
 
     def run(self, plan: StepPlan, before: Dispatched | None = None) -> dict[int, list[int]]:
-        """The new tokens; `before` is the step that has those which the requests lack still."""
+        """The new tokens, none where the model has none; `before` is the step that has those which
+        the requests lack still."""
         tokens = {}
         for slots, sequences in zip(self.slots, plan.ranks, strict=True):
             for sequence in sequences:
@@ -45,7 +48,11 @@ class Model:
                     sampled = [next_token(held[:stop]) for stop in range(last, end + 1)]
                     accepted = sequence.accept(sampled)
                     ends = [i for i, token in enumerate(accepted) if is_end(token)]
-                    tokens[request.request_id] = accepted[: ends[0] + 1] if ends else accepted
+                    accepted = accepted[: ends[0] + 1] if ends else accepted
+                    bad = [i for i, token in enumerate(accepted) if is_bad(token)]
+                    tokens[request.request_id] = accepted[: bad[0]] if bad else accepted
+                    if bad and sequence.drafts:
+                        self.without_drafts.add(request.request_id)
         return tokens
 
 
@@ -62,8 +69,7 @@ class Dispatched:
         rows = self.plan.ranks[request.rank]
         (row,) = [i for i in range(len(rows)) if unread_token(i) == placeholder]
         assert rows[row].samples and rows[row].request is request
-        (token,) = self.tokens[request.request_id]
-        return token
+        return (self.tokens[request.request_id] or [0])[0]  # what follows no token is thrown away
 
 
 def make(request_id: int, prompt: int, max_new_tokens: int = 100) -> Request:
@@ -93,6 +99,11 @@ def step(scheduler: Scheduler) -> list[list[tuple[int, int, bool]]]:
     scheduler.commit(plan, {s.request.request_id: [7] for s in plan.sequences if s.samples})
     scheduler.check()
     return result
+
+
+def free_pages(scheduler: Scheduler) -> list[int]:
+    """Of each rank."""
+    return [rank.pages.num_free for rank in scheduler._ranks]
 
 
 # What is refused
@@ -170,8 +181,7 @@ def test_requests_go_to_the_rank_with_most_pages_to_spare() -> None:
         scheduler.add(make(request_id, prompt))
     placed = [[s[0] for s in rank] for rank in step(scheduler)]
     # Equal ranks fill by index; then rank 1 has 98 to spare, rank 2 has 97 and rank 0 has 96.
-    assert placed == [[0, 5], [1, 3], [2, 4]]
-    assert scheduler.num_waiting == 1
+    assert placed == [[0, 5], [1, 3], [2, 4]]  # and the last one waits
 
 
 def test_admission_stops_at_the_first_that_does_not_fit() -> None:
@@ -180,7 +190,6 @@ def test_admission_stops_at_the_first_that_does_not_fit() -> None:
         scheduler.add(make(request_id, prompt))
     # Request 1 needs the 3 pages left, of which one is spared for the growth of request 0.
     assert step(scheduler) == [[(0, 8, True)]]
-    assert scheduler.num_waiting == 2
 
 
 def test_the_youngest_is_preempted_and_computed_anew() -> None:
@@ -194,7 +203,7 @@ def test_the_youngest_is_preempted_and_computed_anew() -> None:
         step(scheduler)
     scheduler.add(make(2, 1))
     tokens = list(young.token_ids)
-    assert scheduler.num_running == 1 and young.rank is None and young.num_computed == 0
+    assert old.rank == 0 and young.rank is None and young.num_computed == 0
     assert scheduler.statistics.preemptions == 1
     assert scheduler.statistics.discarded_tokens == len(tokens) - 1
     scheduler.finish(old, "stop")
@@ -225,6 +234,7 @@ def test_a_second_plan_needs_the_first_one_closed() -> None:
         ({0: [1]}, (1,)),
         ({0: []}, ()),
         ({0: [1, 2]}, ()),
+        ({0: []}, (0,)),
     ],
 )
 def test_tokens_that_do_not_match_the_plan_change_nothing(sampled: Any, stopped: Any) -> None:
@@ -251,8 +261,8 @@ def test_the_stop_of_the_last_token_counts_as_stop() -> None:
     assert finished == requests
     assert [r.finish_reason for r in requests] == ["length", "stop"]
     assert [r.generated_token_ids for r in requests] == [[5], [6]]
-    assert scheduler.statistics.finished == {"stop": 1, "length": 1, "error": 0}
-    assert not scheduler.has_work and scheduler.num_free_pages == (100,)
+    assert scheduler.statistics.finished == {"stop": 1, "length": 1, "abort": 0, "error": 0}
+    assert not scheduler.has_work and free_pages(scheduler) == [100]
 
 
 @pytest.mark.parametrize(("sizes", "total"), [({"max_context": 9}, 9), ({"num_pages": 4}, 12)])
@@ -272,10 +282,11 @@ def test_abort_works_waiting_running_and_between_schedule_and_commit() -> None:
     for request in requests:
         scheduler.add(request)
     plan = scheduler.schedule()
-    assert scheduler.abort(0, "caller left") is requests[0]
+    assert scheduler.abort(0) is requests[0]
     assert scheduler.abort(3) is requests[3]
     scheduler.commit(plan, {1: [8]})
-    assert requests[0].finish_reason == "error" and requests[0].error == "caller left"
+    assert requests[0].finish_reason == "abort" and requests[0].error is None
+    assert scheduler.statistics.finished == {"stop": 0, "length": 0, "abort": 2, "error": 0}
     assert requests[0].num_generated == 0 and requests[1].num_generated == 1
     assert step(scheduler) == [[(1, 1, True), (2, 3, True)]]
     assert scheduler.abort(0) is None and scheduler.abort(77) is None
@@ -343,7 +354,7 @@ def test_an_abort_takes_back_the_token_that_is_not_known() -> None:
     assert following.is_dead
     scheduler.discard(following)
     assert [r.generated_token_ids for r in requests] == [[], [], [4]]
-    assert not scheduler.has_work and scheduler.num_free_pages == (100,)
+    assert not scheduler.has_work and free_pages(scheduler) == [100]
 
 
 def test_one_step_ahead_and_no_further() -> None:
@@ -355,9 +366,8 @@ def test_one_step_ahead_and_no_further() -> None:
     for call in (scheduler.advance, lambda plan: scheduler.commit(plan, {0: [1]})):
         with pytest.raises(RuntimeError, match="advanced before was not committed"):
             call(second)
-    scheduler.reset()
-    assert not scheduler.has_work
-    scheduler.add(make(0, 3))
+    scheduler.start_over()
+    scheduler.check()
     assert step(scheduler) == [[(0, 3, True)]]
 
 
@@ -418,19 +428,19 @@ def test_drafts_take_what_budget_room_and_pages_leave() -> None:
     plan = scheduler.schedule(lambda request: many)
     assert [len(s.drafts) for s in plan.sequences] == [8, 0]  # 10 tokens, 2 of them due anyway
     scheduler.discard(plan)
-    assert scheduler.num_free_pages == (98,) and len(old.pages) == 1
+    assert free_pages(scheduler) == [98] and len(old.pages) == 1
     # Four tokens, of which one is there: two drafts and the one after them.
     plan = scheduler.schedule(lambda request: many if request is young else [])
     assert drafts(plan) == [[(), (9, 9)]]
     scheduler.commit(plan, {0: [1], 1: [9, 9, 9]})
     assert young.finish_reason == "length" and young.num_generated == 4
     few = decoding(make(2, 9), make(3, 1), num_pages=6, max_tokens=30)
-    assert few.num_free_pages == (1,)
+    assert free_pages(few) == [1]
     plan = few.schedule(lambda request: many)
     # 10 and 2 tokens in 3 pages and 1: the one left goes to the first.
     assert [len(s.drafts) for s in plan.sequences] == [6, 2]
     few.commit(plan, {2: [1], 3: [1]})
-    assert few.num_free_pages == (1,)
+    assert free_pages(few) == [1]
     full = decoding(make(4, 7), max_context=9)
     assert drafts(full.schedule(lambda request: many)) == [[()]]
 
@@ -461,7 +471,8 @@ class Workload:
     sizes: dict[str, int]
     requests: list[tuple[int, int, int]]  # step of arrival, prompt tokens, max_new_tokens
     aborts: list[tuple[int, int]]  # step, request id
-    failures: frozenset[int]  # steps whose plan is discarded
+    failures: frozenset[int] = frozenset()  # steps whose plan is discarded
+    crashes: frozenset[int] = frozenset()  # steps after which all is computed anew
 
 
 @st.composite
@@ -484,6 +495,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         requests=[(at, draw(lengths), draw(st.integers(1, 25))) for at in sorted(arrivals)],
         aborts=draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 11)), max_size=2)),
         failures=frozenset(draw(st.lists(st.integers(0, 30), max_size=2))),
+        crashes=frozenset(draw(st.lists(st.integers(0, 30), max_size=2))),
     )
 
 
@@ -491,11 +503,27 @@ def is_end(token: int) -> bool:
     return token % 29 == 0
 
 
+def is_bad(token: int) -> bool:
+    """Whether the model has no token in this place."""
+    return token % 29 == 1
+
+
+def commit(scheduler: Scheduler, plan: StepPlan, tokens: dict[int, list[int]]) -> list[Request]:
+    """Commit what the model gave. Of a sequence with drafts nothing is no failure yet."""
+    stopped = {i for i, new in tokens.items() if new and is_end(new[-1])}
+    lone = {s.request.request_id for s in plan.sequences if not s.drafts}
+    failed = {i: "no token" for i, new in tokens.items() if not new and i in lone}
+    return scheduler.commit(plan, tokens, stopped, failed)
+
+
 def expected_tokens(request: Request, limit: int) -> tuple[list[int], str]:
     tokens = list(request.prompt_token_ids)
     while True:
-        tokens.append(next_token(tokens))
-        if is_end(tokens[-1]):
+        token = next_token(tokens)
+        if is_bad(token):
+            return tokens, "error"
+        tokens.append(token)
+        if is_end(token):
             return tokens, "stop"
         generated = len(tokens) - len(request.prompt_token_ids)
         if generated == request.params.max_new_tokens or len(tokens) == limit:
@@ -528,12 +556,16 @@ def guess(request: Request) -> list[int]:
     return [*ids[request.num_tokens :], *[1] * 5][:count]
 
 
+def propose_to(model: Model, request: Request) -> list[int]:
+    return [] if request.request_id in model.without_drafts else guess(request)
+
+
 def simulate_drafts(load: Workload) -> tuple[Scheduler, list[Request]]:
     """Decodes verify drafts, right and wrong ones."""
-    return simulate(load, guess)
+    return simulate(load, propose=True)
 
 
-def simulate(load: Workload, propose: Propose | None = None) -> tuple[Scheduler, list[Request]]:
+def simulate(load: Workload, propose: bool = False) -> tuple[Scheduler, list[Request]]:
     sizes = load.sizes
     scheduler = Scheduler(**sizes)
     model = Model(sizes["num_ranks"], sizes["num_pages"], sizes["page_size"])
@@ -548,7 +580,7 @@ def simulate(load: Workload, propose: Propose | None = None) -> tuple[Scheduler,
             if at == now:
                 scheduler.abort(request_id)
         decoding = [r for r in requests if r.rank is not None and not r.is_prefill]
-        plan = scheduler.schedule(propose)
+        plan = scheduler.schedule(partial(propose_to, model) if propose else None)
         scheduler.check()
         check_plan(plan, sizes, decoding)
         planned = {s.request.request_id for s in plan.sequences}
@@ -559,12 +591,13 @@ def simulate(load: Workload, propose: Propose | None = None) -> tuple[Scheduler,
         assert all(requests[i].is_finished for i in skipped), "admission out of order"
         if now in load.failures:
             scheduler.discard(plan)
+        elif now in load.crashes:
+            scheduler.start_over()
         else:
             tokens = model.run(plan)
-            stopped = {i for i, new in tokens.items() if is_end(new[-1])}
-            before = scheduler.num_running
-            finished = scheduler.commit(plan, tokens, stopped)
-            assert scheduler.num_running == before - len(finished)
+            running = [r for r in requests if r.rank is not None]
+            finished = commit(scheduler, plan, tokens)
+            assert {r for r in running if r.rank is None} == set(finished)
         scheduler.check()
         now += 1
         assert now < 5000
@@ -603,8 +636,11 @@ def simulate_ahead(load: Workload) -> tuple[Scheduler, list[Request]]:
             if not scheduler.must_preempt:
                 following = dispatch(step)
             live = {s.request.request_id for s in step.plan.sequences if not s.request.is_finished}
-            tokens = {i: token for i, token in step.tokens.items() if i in live}
-            scheduler.commit(step.plan, tokens, {i for i in tokens if is_end(tokens[i][-1])})
+            if now in load.crashes:
+                scheduler.start_over()
+                following = None
+            else:
+                commit(scheduler, step.plan, {i: t for i, t in step.tokens.items() if i in live})
             scheduler.check()
         if following is not None and (following.plan.is_dead or now in load.failures):
             scheduler.discard(following.plan)
@@ -623,13 +659,14 @@ def test_every_request_finishes_with_exactly_its_tokens(load: Workload, run: Any
     limit = min(sizes["max_context"], (sizes["num_pages"] - 1) * sizes["page_size"])
     for request in requests:
         tokens, reason = expected_tokens(request, limit)
-        if request.finish_reason == "error":
+        if request.finish_reason == "abort":
             assert request.request_id in {i for _, i in load.aborts}
             assert request.token_ids == tokens[: request.num_tokens]
         else:
             assert (request.token_ids, request.finish_reason) == (tokens, reason)
+            assert request.error == ("no token" if reason == "error" else None)
         assert request.rank is None and request.pages == []
-    assert scheduler.num_free_pages == (sizes["num_pages"] - 1,) * sizes["num_ranks"]
+    assert free_pages(scheduler) == [sizes["num_pages"] - 1] * sizes["num_ranks"]
     statistics = scheduler.statistics
     assert statistics.generated_tokens == sum(r.num_generated for r in requests)
     assert statistics.preemptions == sum(r.num_preemptions for r in requests)
@@ -640,8 +677,8 @@ def test_every_request_finishes_with_exactly_its_tokens(load: Workload, run: Any
 def test_a_crowded_pool_preempts_and_still_serves_all(run: Any) -> None:
     sizes = {"num_ranks": 2, "num_pages": 9, "page_size": 2, "max_sequences": 4}
     sizes |= {"max_tokens": 6, "max_context": 16}
-    load = Workload(sizes, [(i % 3, 1 + i % 5, 15) for i in range(3)] * 8, [], frozenset())
-    load = Workload(sizes, sorted(load.requests), [], frozenset())
+    load = Workload(sizes, [(i % 3, 1 + i % 5, 15) for i in range(3)] * 8, [])
+    load = Workload(sizes, sorted(load.requests), [])
     scheduler, requests = run(load)
     assert scheduler.statistics.preemptions > 5
     assert all(r.token_ids == expected_tokens(r, 16)[0] for r in requests)
