@@ -14,7 +14,7 @@ import tokenizers
 
 from tbo_jax.text.chat import ChatTemplate, Message, read_chat_template
 from tbo_jax.text.files import TokenizerError, read_json_object
-from tbo_jax.text.special_tokens import add_listed_tokens, read_special_tokens
+from tbo_jax.text.special_tokens import read_declared_tokens
 
 
 class Tokenizer:
@@ -40,8 +40,7 @@ class Tokenizer:
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = chat_template
-        added = backend.get_added_tokens_decoder()
-        self._skipped_tokens = frozenset(token.content for token in added.values() if token.special)
+        self._skipped_tokens = frozenset(_skipped_tokens(backend))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -69,10 +68,11 @@ class Tokenizer:
         ):
             backend = tokenizers.Tokenizer.from_file(str(path))
         config = read_json_object(folder / "tokenizer_config.json") or {}
-        token_map = read_json_object(folder / "special_tokens_map.json") or {}
-        special_tokens = read_special_tokens(folder, config, token_map)
-        add_listed_tokens(backend, folder, config)
-        return cls(backend, special_tokens, read_chat_template(folder, config))
+        tokens = read_declared_tokens(folder, config, backend.get_added_tokens_decoder())
+        with _library_errors(f"{folder}: the special tokens cannot be added"):
+            tokens.add_to(backend)
+        backend.encode_special_tokens = _flag(folder, config, "split_special_tokens")
+        return cls(backend, tokens.texts, read_chat_template(folder, config))
 
     @cached_property
     def vocab_size(self) -> int:
@@ -187,12 +187,31 @@ class Tokenizer:
         return ChatTemplate(self._chat_template, self._special_tokens)
 
 
+def _flag(folder: Path, config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key, False)
+    if not isinstance(value, bool):
+        path = folder / "tokenizer_config.json"
+        raise TokenizerError(f"{path}: {key}: expected true or false, got {value!r:.80}")
+    return value
+
+
+def _skipped_tokens(backend: tokenizers.Tokenizer) -> Iterator[str]:
+    """Tokens that the backend leaves out of a text when it skips special tokens.
+
+    The flag alone does not tell: a token that was special once is still skipped after another flag
+    was given to it.
+    """
+    for token_id, token in backend.get_added_tokens_decoder().items():
+        if token.special or (backend.decode([token_id]) != backend.decode([token_id], False)):
+            yield token.content
+
+
 @contextmanager
 def _library_errors(message: str) -> Iterator[None]:
     """Turns what the tokenizers library raises, plain Exception or a Rust panic, into our error."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError):
         raise
     except BaseException as error:  # A panic derives from BaseException and cannot be imported.
         raise TokenizerError(f"{message}: {error}") from error
