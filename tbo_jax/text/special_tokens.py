@@ -17,7 +17,7 @@ What transformers passes over in silence, an id that is not the declared one, is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,17 @@ class DeclaredTokens:
     def texts(self) -> dict[str, str]:
         """The text of the token of each name."""
         return {name: str(token) for name, token in self.named.items()}
+
+    def with_model(self, named: Mapping[str, str], special: Sequence[str]) -> DeclaredTokens:
+        """The tokens, with those of a SentencePiece model whose names and flags no file declares.
+
+        All are looked for in the text as it is: the model's rules put a space before what they
+        normalize, which would be part of a token then.
+        """
+        extra = [tokenizers.AddedToken(text, special=True) for text in special]
+        for token in self.listed.values():
+            token.normalized = False
+        return replace(self, named={**named, **self.named}, extra=[*self.extra, *extra])
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
         """Adds the tokens to a tokenizer, and changes the flags of those that it has.
