@@ -85,13 +85,14 @@ def _read_model(path: Path) -> tuple[Any, Any]:
     # Imported here because few folders need them.
     try:
         from google.protobuf.message import DecodeError
-        from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+        from sentencepiece import SentencePieceProcessor
+        from sentencepiece import sentencepiece_model_pb2 as description
     except ImportError as error:
         raise TokenizerError(
             f"{path} is a SentencePiece model, and reading it needs sentencepiece and protobuf "
             f"({error}): pip install 'tbo-jax[sentencepiece]'"
         ) from error
-    proto = sentencepiece_model_pb2.ModelProto()
+    proto: Any = description.ModelProto()  # type: ignore[attr-defined]
     try:
         raw = path.read_bytes()
         proto.ParseFromString(raw)

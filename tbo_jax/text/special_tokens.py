@@ -11,11 +11,13 @@ those of `TokenizersBackend` in transformers 5.24:
 * A token that has a name but is no added token yet becomes a special one, with the id of the
   vocabulary or, if it is not there, with the next free id.
 
-What transformers passes over in silence, an id that is not the declared one, is an error here.
+As there, a token that a file declares with a later id than the next free one gets the next free
+one; a warning says so. An id against that of the vocabulary, which is passed over there, is an error.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +30,8 @@ from tbo_jax.text.files import TokenizerError, read_json_object
 _STANDARD_NAMES = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = frozenset({"single_word", "lstrip", "rstrip", "normalized", "special"})
 _CONFIG, _MAP, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+
+_log = logging.getLogger(__name__)
 
 Token = str | tokenizers.AddedToken
 
@@ -60,15 +64,25 @@ class DeclaredTokens:
         normalize, which would be part of a token then.
         """
         extra = [tokenizers.AddedToken(text, special=True) for text in special]
-        for token in self.listed.values():
-            token.normalized = False
-        return replace(self, named={**named, **self.named}, extra=[*self.extra, *extra])
+        listed = {
+            token_id: tokenizers.AddedToken(
+                token.content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=False,
+                special=token.special,
+            )
+            for token_id, token in self.listed.items()
+        }
+        names = {**named, **self.named}
+        return replace(self, named=names, extra=[*self.extra, *extra], listed=listed)
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
         """Adds the tokens to a tokenizer, and changes the flags of those that it has.
 
         Raises:
-            TokenizerError: a token gets another id than the declared one.
+            TokenizerError: a token has another id than the declared one.
         """
         tokens: list[Token] = [token for _, token in sorted(self.listed.items())]
         present = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -77,14 +91,16 @@ class DeclaredTokens:
             if str(token) not in present and token not in tokens:
                 tokens.append(token)
         named = set(self.texts.values())
+        absent = {t.content for t in self.listed.values() if backend.token_to_id(t.content) is None}
         backend.add_tokens([_as_added(token, named) for token in tokens])
         for declared, token in self.listed.items():
             actual = backend.token_to_id(token.content)
-            if actual != declared:
-                raise TokenizerError(
-                    f"{self.source}: {token.content!r} is declared with id {declared}, but the "
-                    f"tokenizer puts it at id {actual}"
-                )
+            if actual == declared:
+                continue
+            said = f"{self.source}: {token.content!r} is declared with id {declared}, but"
+            if token.content not in absent:
+                raise TokenizerError(f"{said} the tokenizer has it at id {actual}")
+            _log.warning("%s the next free id is %d, which it gets", said, actual)
 
 
 def read_declared_tokens(

@@ -218,9 +218,8 @@ def _add_around(
     for name, at in (("bos_token", 0), ("eos_token", len(template))):
         if _flag(folder, config, f"add_{name}"):
             if name not in special_tokens:
-                raise TokenizerError(
-                    f"{folder / 'tokenizer_config.json'}: add_{name} is true, but there is no {name}"
-                )
+                path = folder / "tokenizer_config.json"
+                raise TokenizerError(f"{path}: add_{name} is true, but there is no {name}")
             text = special_tokens[name]
             template.insert(at and len(template), text)
             used.append((text, backend.token_to_id(text)))

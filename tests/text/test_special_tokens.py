@@ -168,14 +168,29 @@ def test_a_template_sees_every_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    "files",
     [
-        (config(added_tokens_decoder={"300": {"content": "<new>"}}), "'<new>' .*id 300.*id 261"),
-        (config(added_tokens_decoder={"258": {"content": "<im>"}}), "'<im>' .*id 258.*id 257"),
-        ({"added_tokens": {"<new>": 300}}, "added_tokens.json: '<new>' .*id 300.*id 261"),
+        config(added_tokens_decoder={"300": {"content": "<new>"}}),
+        {"added_tokens": {"<new>": 300}},
     ],
 )
-def test_an_id_that_is_not_the_declared_one_is_refused(
+def test_a_gap_before_an_id_is_closed_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, files: Files
+) -> None:
+    write_folder(tmp_path, files)
+    assert Tokenizer.from_folder(tmp_path).encode("<new>") == [261]
+    assert "'<new>' is declared with id 300, but the next free id is 261" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (config(added_tokens_decoder={"258": {"content": "<im>"}}), "'<im>' .*id 258.*id 257"),
+        ({"added_tokens": {"<im>": 300}}, "added_tokens.json: '<im>' .*id 300.*id 257"),
+        ({"added_tokens": {"</s>": 300}}, "added_tokens.json: '</s>' .*id 300.*id 260"),
+    ],
+)
+def test_an_id_against_that_of_the_vocabulary_is_refused(
     tmp_path: Path, files: Files, message: str
 ) -> None:
     write_folder(tmp_path, files)

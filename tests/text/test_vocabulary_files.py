@@ -32,7 +32,7 @@ KIMI_PATTERN = "|".join(
         r"""\s+""",
     ]
 )
-FEW = "abAB 12'sSlL\r\n\t漢字かé日１١.,-😀\u0301\u00a0\u2581"
+FEW = "abAB 12'sSlL\r\n\t漢字かé日\uff11\u0661.,-😀\u0301\u00a0\u2581"
 TEXTS = st.text(FEW, max_size=40) | st.text(max_size=20)
 # Words that can be joined in several ways, in an order that is not that of their length.
 MORE = [
