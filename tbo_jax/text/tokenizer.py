@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import processors
 
 from tbo_jax.text.chat import ChatTemplate, Message, read_chat_template
 from tbo_jax.text.files import TokenizerError, read_json_object
-from tbo_jax.text.special_tokens import add_listed_tokens, read_special_tokens
+from tbo_jax.text.sentencepiece_model import read_sentencepiece_model
+from tbo_jax.text.special_tokens import read_declared_tokens
+from tbo_jax.text.tiktoken_model import missing_bytes, read_tiktoken_model, with_reserved
 
 
 class Tokenizer:
@@ -27,6 +30,7 @@ class Tokenizer:
         backend: the tokenizer; its truncation and padding are switched off.
         special_tokens: names such as "bos_token" and "eos_token" with their text.
         chat_template: jinja2 text, or None.
+        missing_bytes: bytes of UTF-8 that have no token.
     """
 
     def __init__(
@@ -34,45 +38,59 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        missing_bytes: frozenset[int] = frozenset(),
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = chat_template
-        added = backend.get_added_tokens_decoder()
-        self._skipped_tokens = frozenset(token.content for token in added.values() if token.special)
+        self._missing_bytes = missing_bytes
+        self._skipped_tokens = frozenset(_skipped_tokens(backend))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer of a folder with `tokenizer.json`.
+        """The tokenizer of a model folder.
 
-        `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.jinja` are read where
-        present. As in transformers 5, `tokenizer.json` alone decides which special tokens `encode`
-        puts around a text (`add_bos_token` and `add_eos_token` of the config do not), and tokens
-        that only `added_tokens_decoder` of the config lists are added.
+        `tokenizer.json` is taken where it is present, else `tiktoken.model`, else the SentencePiece
+        `tokenizer.model`. `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json`
+        and `chat_template.jinja` are read where present; `text.special_tokens` says which of them
+        counts. As in transformers 5, `tokenizer.json` alone decides which special tokens `encode`
+        puts around a text; without it, `add_bos_token` and `add_eos_token` of the config do.
 
         Raises:
-            TokenizerError: `tokenizer.json` is missing or corrupt, or another file holds values of
-                the wrong type.
+            TokenizerError: there is no tokenizer, its file is corrupt, or another file holds values
+                of the wrong type.
         """
         folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise TokenizerError(
-                f"{folder}: no tokenizer.json found; expected a Hugging Face model folder with the "
-                "tokenizer.json of the tokenizers library"
-            )
-        with _library_errors(
-            f"{folder}: tokenizer.json is corrupt; expected a file that the tokenizers library "
-            f"{tokenizers.__version__} can read"
-        ):
-            backend = tokenizers.Tokenizer.from_file(str(path))
         config = read_json_object(folder / "tokenizer_config.json") or {}
-        token_map = read_json_object(folder / "special_tokens_map.json") or {}
-        special_tokens = read_special_tokens(folder, config, token_map)
-        add_listed_tokens(backend, folder, config)
-        return cls(backend, special_tokens, read_chat_template(folder, config))
+        missing: frozenset[int] = frozenset()
+        if (path := folder / "tokenizer.json").is_file():
+            with _library_errors(
+                f"{folder}: tokenizer.json is corrupt; expected a file that the tokenizers library "
+                f"{tokenizers.__version__} can read"
+            ):
+                backend = tokenizers.Tokenizer.from_file(str(path))
+            tokens = read_declared_tokens(folder, config, backend.get_added_tokens_decoder())
+        elif (path := folder / "tiktoken.model").is_file():
+            backend = read_tiktoken_model(path, config)
+            missing = missing_bytes(backend)
+            tokens = read_declared_tokens(folder, config, {})
+            tokens = with_reserved(tokens, backend.get_vocab_size())
+        elif (path := folder / "tokenizer.model").is_file():
+            backend, named, special = read_sentencepiece_model(path, config)
+            tokens = read_declared_tokens(folder, config, {}).with_model(named, special)
+        else:
+            raise TokenizerError(
+                f"{folder}: no tokenizer.json found, nor a tiktoken.model or tokenizer.model; "
+                "expected the folder of a Hugging Face model"
+            )
+        with _library_errors(f"{folder}: the special tokens cannot be added"):
+            tokens.add_to(backend)
+        if path.name != "tokenizer.json":
+            _add_around(backend, folder, config, tokens.texts)
+        backend.encode_special_tokens = _flag(folder, config, "split_special_tokens")
+        return cls(backend, tokens.texts, read_chat_template(folder, config), missing)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -136,7 +154,9 @@ class Tokenizer:
             raise TokenizerError(f"text: expected a str, got {type(text).__name__}")
         with _library_errors(f"text {text!r:.80} cannot be encoded"):
             # The library's own message for a lone surrogate is that the text is not a string.
-            text.encode("utf-8")
+            missing = self._missing_bytes.intersection(text.encode("utf-8"))
+            if missing:
+                raise ValueError(f"the vocabulary has no token for the byte {min(missing):#x}")
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -187,12 +207,50 @@ class Tokenizer:
         return ChatTemplate(self._chat_template, self._special_tokens)
 
 
+def _add_around(
+    backend: tokenizers.Tokenizer,
+    folder: Path,
+    config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+) -> None:
+    """Lets `encode` put the special tokens around a text that the config asks for."""
+    template, used = ["$A"], []
+    for name, at in (("bos_token", 0), ("eos_token", len(template))):
+        if _flag(folder, config, f"add_{name}"):
+            if name not in special_tokens:
+                path = folder / "tokenizer_config.json"
+                raise TokenizerError(f"{path}: add_{name} is true, but there is no {name}")
+            text = special_tokens[name]
+            template.insert(at and len(template), text)
+            used.append((text, backend.token_to_id(text)))
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=used)
+
+
+def _flag(folder: Path, config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key, False)
+    if not isinstance(value, bool):
+        path = folder / "tokenizer_config.json"
+        raise TokenizerError(f"{path}: {key}: expected true or false, got {value!r:.80}")
+    return value
+
+
+def _skipped_tokens(backend: tokenizers.Tokenizer) -> Iterator[str]:
+    """Tokens that the backend leaves out of a text when it skips special tokens.
+
+    The flag alone does not tell: a token that was special once is still skipped after another flag
+    was given to it.
+    """
+    for token_id, token in backend.get_added_tokens_decoder().items():
+        if token.special or (backend.decode([token_id]) != backend.decode([token_id], False)):
+            yield token.content
+
+
 @contextmanager
 def _library_errors(message: str) -> Iterator[None]:
     """Turns what the tokenizers library raises, plain Exception or a Rust panic, into our error."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError):
         raise
     except BaseException as error:  # A panic derives from BaseException and cannot be imported.
         raise TokenizerError(f"{message}: {error}") from error

@@ -98,6 +98,25 @@ def test_truncated_tokenizer_is_refused(folder: Path, keep: int) -> None:
         ("tokenizer_config.json", "[]", "expected a JSON object, got list"),
         ("tokenizer_config.json", '{"eos_token": 3}', "eos_token: expected a str"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "expected an object"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"1": 2}}',
+            r"\[1\]: expected an object",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"1": {"content": "<eos>", "special": "yes"}}}',
+            "each true or false, got 'special': 'yes'",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": {"content": "<eos>", "strip": true}}',
+            "expected lstrip, .*, got 'strip': True",
+        ),
+        ("tokenizer_config.json", '{"extra_special_tokens": "<x>"}', "expected a list of tokens"),
+        ("tokenizer_config.json", '{"split_special_tokens": 1}', "expected true or false, got 1"),
+        ("added_tokens.json", '{"<x>": "7"}', "'<x>': expected a token id, got '7'"),
+        ("added_tokens.json", '{"<x>": 0}', "'<x>' is declared with id 0, which '<bos>' has"),
         ("special_tokens_map.json", '{"bos_token": ["<s>"]}', "bos_token: expected a str"),
     ],
 )
@@ -108,12 +127,6 @@ def test_malformed_config_is_refused(
     with pytest.raises(TokenizerError, match=message) as caught:
         Tokenizer.from_folder(folder)
     assert name in str(caught.value)
-
-
-def test_eos_token_outside_the_vocabulary_is_an_error(folder: Path, write: Write) -> None:
-    write("tokenizer_config.json", '{"eos_token": "<nope>"}')
-    with pytest.raises(TokenizerError, match="'<nope>' is not in the vocabulary"):
-        _ = Tokenizer.from_folder(folder).eos_token_id
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, "a", None, 1.0])
