@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tbo_jax.checkpoint.hub import resolve_model
+from tbo_jax.checkpoint.hub import fetch_config, fetch_weights
 from tbo_jax.checkpoint.load import load_model, read_config
 from tbo_jax.engine.cache_size import default_num_pages
 from tbo_jax.engine.devices import make_devices, use_compilation_cache
@@ -28,7 +28,7 @@ from tbo_jax.parallel.sharding import TENSOR
 from tbo_jax.sampling.params import MAX_SEED, SamplingParams
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import CacheConfig
-from tbo_jax.text import Tokenizer, end_of_sequence_ids
+from tbo_jax.text import Tokenizer, check_template_arguments, end_of_sequence_ids
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, token ids, or chat messages
 DTYPES: dict[str, Any] = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
@@ -124,7 +124,8 @@ class LLM:
             raise ValueError(f"dtype {dtype!r} is not supported: expected {' or '.join(DTYPES)}")
         if compilation_cache:
             use_compilation_cache()
-        self.folder = resolve_model(os.fspath(model))
+        quiet = not (show_progress and is_first())
+        self.folder = fetch_config(os.fspath(model), quiet)
         self.mesh = make_devices(devices, tensor_parallel)
         platform = self.mesh.devices.flat[0].platform
         chosen = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
@@ -155,6 +156,7 @@ class LLM:
         )
         self.tokenizer = Tokenizer.from_folder(self.folder)
         end_of_sequence = end_of_sequence_ids(self.folder, self.tokenizer)
+        self.folder = fetch_weights(os.fspath(model), self.folder, quiet)
 
         start = time.perf_counter()
         show_progress = show_progress and is_first()
@@ -201,6 +203,7 @@ class LLM:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_token: Callable[[int, TokenEvent], None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
         """Generate for all prompts, batched continuously.
 
@@ -209,6 +212,8 @@ class LLM:
                 processes only the first's count, and its `params`.
             params: for all, or one for each; default greedy.
             on_token: called with (index of the prompt, `TokenEvent`) for each token as it comes.
+            chat_template_kwargs: what the chat template of the model knows beside the messages,
+                such as {"enable_thinking": False}; for the prompts that are chats.
 
         Returns:
             One `Completion` per prompt, in order. A prompt that cannot run (empty, too long, ...)
@@ -241,7 +246,9 @@ class LLM:
         try:
             for index, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
                 try:
-                    index_of[self.engine.add(self.encode(prompt), wanted)] = index
+                    index_of[self.engine.add(self.encode(prompt, chat_template_kwargs), wanted)] = (
+                        index
+                    )
                 except ValueError as error:
                     done[index] = Completion(prompt, [], [], "", "error", str(error))
                     if on_token is not None:
@@ -262,8 +269,10 @@ class LLM:
         self.engine.check()
         return [done[index] for index in range(len(prompts))]
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt.
+    def encode(
+        self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The token ids of a prompt; of a chat, with these arguments of the chat template.
 
         Raises:
             ValueError: it is of no known kind, or a chat that the template refuses.
@@ -275,7 +284,9 @@ class LLM:
             raise ValueError(f"{refused}, got {type(prompt).__name__}")
         items: list[Any] = list(prompt)
         if items and all(isinstance(item, Mapping) for item in items):
-            return self.tokenizer.encode_chat(items)
+            return self.tokenizer.encode_chat(
+                items, **check_template_arguments(chat_template_kwargs)
+            )
         if all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in items):
             return [int(item) for item in items]
         raise ValueError(refused)

@@ -169,21 +169,24 @@ class Tokenizer:
         with _library_errors("the decoder of tokenizer.json failed"):
             return self._backend.decode(checked, skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **arguments: Any
+    ) -> str:
         """Text of a conversation under the folder's chat template.
 
         Args:
             messages: at least one {"role": str, "content": str}.
             add_generation_prompt: end with the header of an assistant message.
+            arguments: what else the template knows, such as `enable_thinking=False`; JSON values.
 
         Raises:
-            TokenizerError: there is no template, it is broken, it refused the messages, or a
-                message has another shape.
+            TokenizerError: there is no template, it is broken, refused the messages, or took too
+                much time or memory; a message has another shape; or an argument's name is taken.
         """
-        return self._compiled_chat_template.render(messages, add_generation_prompt)
+        return self._chat.render(messages, add_generation_prompt, arguments)
 
     def encode_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **arguments: Any
     ) -> list[int]:
         """Token ids of a conversation under the folder's chat template.
 
@@ -193,11 +196,11 @@ class Tokenizer:
         Raises:
             TokenizerError: as `render_chat`.
         """
-        text = self.render_chat(messages, add_generation_prompt)
+        text = self.render_chat(messages, add_generation_prompt, **arguments)
         return self.encode(text, add_special_tokens=False)
 
-    @cached_property
-    def _compiled_chat_template(self) -> ChatTemplate:
+    @property
+    def _chat(self) -> ChatTemplate:
         if self._chat_template is None:
             raise TokenizerError(
                 "this tokenizer has no chat template; expected chat_template.jinja, or "
