@@ -46,7 +46,8 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = chat_template
         self._missing_bytes = missing_bytes
-        self._skipped_tokens = frozenset(_skipped_tokens(backend))
+        # What `decode` leaves out, and `text.stream` takes as a stop string all the same.
+        self.skipped_tokens = frozenset(_skipped_tokens(backend))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -71,6 +72,7 @@ class Tokenizer:
                 f"{tokenizers.__version__} can read"
             ):
                 backend = tokenizers.Tokenizer.from_file(str(path))
+            read_json_object(path)  # refuses keys that occur twice, of which the library takes one
             tokens = read_declared_tokens(folder, config, backend.get_added_tokens_decoder())
         elif (path := folder / "tiktoken.model").is_file():
             backend = read_tiktoken_model(path, config)
@@ -136,7 +138,7 @@ class Tokenizer:
             TokenizerError: the id is not an integer from 0 to 2**32 - 1.
         """
         token = self._backend.id_to_token(_checked_id(token_id))
-        if skip_special_tokens and token in self._skipped_tokens:
+        if skip_special_tokens and token in self.skipped_tokens:
             return None
         return token
 

@@ -151,7 +151,11 @@ def test_the_weights_of_a_folder_are_there_already(hub: Hub, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_the_client_says_nothing_when_asked(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], quiet: bool
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    quiet: bool,
 ) -> None:
     def talk(*_: Any, **__: Any) -> str:
         warnings.warn("unauthenticated", stacklevel=1)
@@ -162,10 +166,10 @@ def test_the_client_says_nothing_when_asked(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", talk)
     before = huggingface_hub.utils.logging.get_verbosity()
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         fetch_config("org/name", quiet)
-    said = capfd.readouterr().err
+    said = f"{capfd.readouterr().err} {caplog.text} {[str(item.message) for item in caught]}"
     assert [word in said for word in ("unauthenticated", "slow", "Fetching")] == [not quiet] * 3
     assert huggingface_hub.utils.logging.get_verbosity() == before
     assert not huggingface_hub.utils.are_progress_bars_disabled()
