@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from tbo_jax.checkpoint.tensors import CheckpointError
 
-ALLOW_PATTERNS = (
+CONFIG_PATTERNS = (
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "tokenizer*.json",
+    "tokenizer.model",
+    "tiktoken.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
-    "*.safetensors",
     "*.safetensors.index.json",
 )
+WEIGHT_PATTERNS = ("*.safetensors",)
 # "*" also matches "/", and some repositories keep the same weights a second time, in a folder or
 # in the layout of their author's own code.
 IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors")
@@ -27,18 +33,46 @@ _HUB_ID = re.compile(f"{_PART}/{_PART}")
 _MAX_ID = 96  # characters, the hub's own limit
 
 
-def resolve_model(name_or_path: str) -> Path:
-    """Return the folder of a model, downloaded when `name_or_path` is a hub id ("org/name").
+def fetch_config(name_or_path: str, quiet: bool = False) -> Path:
+    """Return the folder of a model, without its weights when it comes from the hub ("org/name").
 
-    An existing folder wins over a hub id of the same name. A download goes through
+    So a model that is not supported is refused before much is downloaded; `fetch_weights` gets the
+    rest. An existing folder wins over a hub id of the same name. A download goes through
     `huggingface_hub.snapshot_download` and its cache, and obeys its environment variables
-    (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, ...). Only the configuration, the tokenizer and the
-    safetensors files of the top folder are fetched.
+    (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, ...). Only files of the top folder are fetched.
+
+    Args:
+        name_or_path: a folder, or the id of a model on the hub.
+        quiet: no progress bars and no warnings of the hub's client.
 
     Raises:
         CheckpointError: a path that is not a folder, a name that is no hub id, or a download that
             failed; the message says what would work.
     """
+    folder = _local_folder(name_or_path)
+    return _download(name_or_path, CONFIG_PATTERNS, None, quiet) if folder is None else folder
+
+
+def fetch_weights(name_or_path: str, folder: Path, quiet: bool = False) -> Path:
+    """Return the folder that `fetch_config` gave for a name, now with the safetensors files.
+
+    Args:
+        name_or_path: as it was given to `fetch_config`.
+        folder: what that returned. The weights are those of the same commit.
+        quiet: no progress bars and no warnings of the hub's client.
+
+    Raises:
+        CheckpointError: a download failed.
+    """
+    if _local_folder(name_or_path) is not None:
+        return folder
+    # The hub's cache keeps a commit in snapshots/COMMIT.
+    revision = folder.name if folder.parent.name == "snapshots" else None
+    return _download(name_or_path, WEIGHT_PATTERNS, revision, quiet)
+
+
+def _local_folder(name_or_path: str) -> Path | None:
+    """The folder of this name, or None for a hub id."""
     path = os.path.expanduser(name_or_path)
     if os.path.isdir(path):
         return Path(path)
@@ -56,17 +90,21 @@ def resolve_model(name_or_path: str) -> Path:
         raise CheckpointError(
             f"model {name_or_path!r}: neither an existing folder nor a hub id like 'org/name'"
         )
-    return _download(name_or_path)
+    return None
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, patterns: Sequence[str], revision: str | None, quiet: bool) -> Path:
     # Imported here because it takes longer than all the rest of a start from a folder.
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(
-            hub_id, allow_patterns=list(ALLOW_PATTERNS), ignore_patterns=list(IGNORE_PATTERNS)
-        )
+        with _quietly() if quiet else nullcontext():
+            folder = snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(IGNORE_PATTERNS),
+            )
     # The hub's client lets errors of its transports through, whose classes change with its version.
     except Exception as error:
         raise CheckpointError(
@@ -75,6 +113,25 @@ def _download(hub_id: str) -> Path:
             f"The hub's client said: {error}"
         ) from error
     return Path(folder)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Switches off what the hub's client writes beside its errors, and on again."""
+    from huggingface_hub import utils
+
+    bars, verbosity = not utils.are_progress_bars_disabled(), utils.logging.get_verbosity()
+    if bars:
+        utils.disable_progress_bars()
+    utils.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        utils.logging.set_verbosity(verbosity)
+        if bars:
+            utils.enable_progress_bars()
 
 
 def _advice(error: Exception) -> str:

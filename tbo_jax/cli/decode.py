@@ -16,7 +16,7 @@ import dataclasses
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,10 +27,13 @@ from tbo_jax.engine.config import EngineConfig
 from tbo_jax.engine.devices import find_devices
 from tbo_jax.engine.engine import TokenEvent
 from tbo_jax.engine.llm import LLM, Completion
+from tbo_jax.host.json_files import parse_json_object
 from tbo_jax.host.progress import progress_bar
+from tbo_jax.host.quiet import silence_libraries
 from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.parallel.processes import connect, from_first, is_first
 from tbo_jax.sampling.params import MAX_SEED, SamplingParams
+from tbo_jax.text import check_template_arguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,15 +48,18 @@ class Arguments:
     """File with a prompt per line, after those of --prompt; empty lines are passed over."""
     chat: bool = False
     """Each prompt is a user's message, put into the model's chat template."""
-    max_new_tokens: int = 128
-    """Most tokens to generate for a prompt."""
-    temperature: float = 0.0
-    """0 is greedy decoding."""
-    top_k: int = 0
+    chat_template_kwargs: str | None = None
+    """What the chat template knows beside the messages, as JSON: '{"enable_thinking": false}'."""
+    max_new_tokens: int | None = None
+    """Most tokens to generate for a prompt. Default of this and the next four: what the model's
+    generation_config.json says, else 128."""
+    temperature: float | None = None
+    """0 is greedy decoding. Default: see --max-new-tokens; else 0."""
+    top_k: int | None = None
     """Sample among the K most probable tokens; 0 is off."""
-    top_p: float = 1.0
+    top_p: float | None = None
     """Sample among the most probable tokens that reach this mass; 1 is off."""
-    min_p: float = 0.0
+    min_p: float | None = None
     """Drop tokens less probable than this fraction of the best one's; 0 is off."""
     seed: int | None = None
     """Prompt i samples with seed SEED + i; default: a random one."""
@@ -133,15 +139,18 @@ def read_prompts(args: Arguments) -> list[str]:
     return prompts
 
 
-def sampling_params(args: Arguments, count: int) -> list[SamplingParams]:
-    """One for each of `count` prompts."""
+def sampling_params(
+    args: Arguments, count: int, make: Callable[..., SamplingParams] = SamplingParams
+) -> list[SamplingParams]:
+    """One for each of `count` prompts; `make` knows what the command line leaves open."""
+    given: dict[str, Any] = {
+        name: value
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
+        if (value := getattr(args, name)) is not None
+    }
     return [
-        SamplingParams(
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
+        make(
+            **given,
             seed=None if args.seed is None else (args.seed + i) % (MAX_SEED + 1),
             stop=tuple(text for texts in args.stop for text in texts),
         )
@@ -214,13 +223,21 @@ def engine_config(args: Arguments, prompts: int) -> EngineConfig:
 def decode(args: Arguments, name: str) -> int:
     """Run the command `name`; returns the exit status."""
     prompts, first = read_on_first(args)
-    params = sampling_params(args, len(prompts))
+    sampling_params(args, 1)  # what is wrong is told before a model is loaded
+    kwargs = check_template_arguments(
+        None
+        if args.chat_template_kwargs is None
+        else parse_json_object(args.chat_template_kwargs, "--chat-template-kwargs")
+    )
+    if args.quiet:
+        silence_libraries()
     llm = LLM(args.model, engine_config(args, len(prompts)), show_progress=not args.quiet)
+    params = sampling_params(args, len(prompts), llm.default_sampling.params)
     inputs: list[Any] = list(prompts)
     if args.chat:
         inputs = [[{"role": "user", "content": prompt}] for prompt in prompts]
     if not first:
-        llm.generate(inputs, params)
+        llm.generate(inputs, params, chat_template_kwargs=kwargs)
         return 0
     if args.json:
         most = sum(p.max_new_tokens for p in params)
@@ -232,11 +249,11 @@ def decode(args: Arguments, name: str) -> int:
                 done += event.token_id is not None
                 update(done, most)
 
-            completions = llm.generate(inputs, params, count)
+            completions = llm.generate(inputs, params, count, kwargs)
         print_json(prompts, completions, llm)
     else:
         stream = OrderedStream(prompts)
-        completions = llm.generate(inputs, params, stream.push)
+        completions = llm.generate(inputs, params, stream.push, kwargs)
     failed = [(i, c.error) for i, c in enumerate(completions) if c.error is not None]
     for index, error in failed:
         print(f"{name}: prompt {index}: {error}", file=sys.stderr)

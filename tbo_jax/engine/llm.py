@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tbo_jax.checkpoint.hub import resolve_model
+from tbo_jax.checkpoint.hub import fetch_config, fetch_weights
 from tbo_jax.checkpoint.load import load_model, read_config
 from tbo_jax.engine.cache_size import cache_config, longest_context
 from tbo_jax.engine.config import DTYPES, EngineConfig
@@ -29,7 +30,14 @@ from tbo_jax.parallel.processes import agree, from_first, is_first
 from tbo_jax.parallel.sharding import TENSOR
 from tbo_jax.sampling.params import MAX_SEED, SamplingParams
 from tbo_jax.step.runner import ModelRunner
-from tbo_jax.text import Tokenizer, end_of_sequence_ids
+from tbo_jax.text import (
+    Tokenizer,
+    check_template_arguments,
+    default_sampling,
+    end_of_sequence_ids,
+)
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, token ids, or chat messages
 
@@ -83,7 +91,8 @@ class LLM:
         self.config = replace(config, overlap=overlap)
         if config.compilation_cache:
             use_compilation_cache()
-        self.folder = resolve_model(os.fspath(model))
+        quiet = not (show_progress and is_first())
+        self.folder = fetch_config(os.fspath(model), quiet)
         self.mesh = make_devices(config.devices, config.tensor_parallel)
         platform = self.mesh.devices.flat[0].platform
         dtype = DTYPES[config.dtype or ("float32" if platform == "cpu" else "bfloat16")]
@@ -95,6 +104,10 @@ class LLM:
         )
         self.tokenizer = Tokenizer.from_folder(self.folder)
         end_of_sequence = end_of_sequence_ids(self.folder, self.tokenizer)
+        self.default_sampling = default_sampling(self.folder)
+        if (message := self.default_sampling.message()) is not None and is_first():
+            logger.warning("%s", message)
+        self.folder = fetch_weights(os.fspath(model), self.folder, quiet)
 
         start = time.perf_counter()
         show_progress = show_progress and is_first()
@@ -130,6 +143,7 @@ class LLM:
         prompts: Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None = None,
         on_token: Callable[[int, TokenEvent], None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
         """Generate for all prompts, batched continuously.
 
@@ -141,8 +155,11 @@ class LLM:
             prompts: texts, token-id lists, or chats (lists of {"role", "content"}), all read before
                 the first is run. One text counts as a list of it. Of several processes only the
                 first's count, and its `params`.
-            params: for all, or one for each; default greedy.
+            params: for all, or one for each; default `default_sampling.params()`: greedy, unless
+                the model's generation_config.json asks for something else.
             on_token: called with (index of the prompt, `TokenEvent`) for each token as it comes.
+            chat_template_kwargs: what the chat template of the model knows beside the messages,
+                such as {"enable_thinking": False}; for the prompts that are chats.
 
         Returns:
             One `Completion` per prompt, in order. A prompt that cannot run (empty, too long, ...)
@@ -155,30 +172,23 @@ class LLM:
             RuntimeError: there are several processes, and another thread is in a call; or somebody
                 took a request of this call out of the engine.
         """
+        if on_token is not None and not callable(on_token):
+            raise ValueError(f"on_token is {on_token!r:.80}: expected a function, or None")
         with self._calls.enter():
-            return self._generate(*_asked(prompts, params, on_token), on_token)
+            return self._generate(self._ask(prompts, params, chat_template_kwargs), on_token)
 
     def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        each: Sequence[SamplingParams],
-        on_token: Callable[[int, TokenEvent], None] | None,
+        self, asked: Sequence[_Asked], on_token: Callable[[int, TokenEvent], None] | None
     ) -> list[Completion]:
-        # Drawn by the first process, for all.
-        drawn = from_first([secrets.randbelow(MAX_SEED) for _ in each])
-        each = [
-            replace(p, seed=seed) if p.seed is None else p
-            for p, seed in zip(each, drawn, strict=True)
-        ]
         done: dict[int, Completion] = {}
         index_of: dict[int, int] = {}  # request id -> index of its prompt
         call = object()
         try:
-            for index, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
+            for index, each in enumerate(asked):
                 try:
-                    index_of[self.engine.add(self.encode(prompt), wanted, call)] = index
+                    index_of[self.engine.add(each.encoded(), each.params, call)] = index
                 except ValueError as error:
-                    done[index] = Completion(prompt, [], [], "", "error", str(error))
+                    done[index] = Completion(each.prompt, [], [], "", "error", str(error))
                     if on_token is not None:
                         on_token(index, TokenEvent(None, None, "", "error"))
             while index_of:
@@ -187,7 +197,7 @@ class LLM:
                     assert event.request_id is not None
                     index = index_of[event.request_id]
                     if event.finish_reason is not None:
-                        done[index] = self._complete(event.request_id, prompts[index])
+                        done[index] = self._complete(event.request_id, asked[index].prompt)
                         del index_of[event.request_id]
                     if on_token is not None:
                         on_token(index, event)
@@ -199,7 +209,35 @@ class LLM:
                 with contextlib.suppress(ValueError):  # it is gone already
                     self.engine.pop(request_id)
         self.engine.check()
-        return [done[index] for index in range(len(prompts))]
+        return [done[index] for index in range(len(asked))]
+
+    def _ask(self, prompts: object, params: object, template_kwargs: Any) -> list[_Asked]:
+        """What the first process was asked for, in all; an error there is one in all.
+
+        The first process alone makes token ids of prompts and draws seeds: a chat template may look
+        at the clock, and its time is limited.
+        """
+        asked, refused = None, None
+        if is_first():
+            try:
+                kwargs = check_template_arguments(template_kwargs)
+                listed, each = _as_lists(prompts, params, self.default_sampling.params)
+                asked = [self._one(*pair, kwargs) for pair in zip(listed, each, strict=True)]
+            except Exception as error:  # of the caller's generators too: the others wait for word
+                refused = error
+        asked, told = from_first((asked, None if refused is None else str(refused)))
+        if told is not None:
+            raise refused or ValueError(told)
+        assert asked is not None
+        return asked
+
+    def _one(self, prompt: Prompt, params: SamplingParams, kwargs: Mapping[str, Any]) -> _Asked:
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbelow(MAX_SEED))
+        try:
+            return _Asked(prompt, self.encode(prompt, kwargs), None, params)
+        except ValueError as error:
+            return _Asked(prompt, [], str(error), params)
 
     def abort(self, request_id: int) -> bool:
         """End a request of a running `generate`: its `Completion` has what there is, and "abort".
@@ -219,8 +257,10 @@ class LLM:
         self._calls.check_thread("abort")
         return self.engine.abort(request_id)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt.
+    def encode(
+        self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The token ids of a prompt; of a chat, with these arguments of the chat template.
 
         Raises:
             ValueError: it is of no known kind, or a chat that the template refuses.
@@ -232,7 +272,9 @@ class LLM:
             raise ValueError(f"{refused}, got {type(prompt).__name__}")
         items: list[Any] = list(prompt)
         if items and all(isinstance(item, Mapping) for item in items):
-            return self.tokenizer.encode_chat(items)
+            return self.tokenizer.encode_chat(
+                items, **check_template_arguments(chat_template_kwargs)
+            )
         if all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in items):
             return [int(item) for item in items]
         raise ValueError(refused)
@@ -277,26 +319,26 @@ class LLM:
         return Completion(prompt, ids, tokens, text, reason, request.error)
 
 
-def _asked(
-    prompts: object, params: object, on_token: object
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A prompt, and what is to be done with it."""
+
+    prompt: Prompt
+    token_ids: list[int]
+    error: str | None  # why it has no token ids
+    params: SamplingParams  # with a seed
+
+    def encoded(self) -> list[int]:
+        """The token ids; ValueError if it has none."""
+        if self.error is not None:
+            raise ValueError(self.error)
+        return self.token_ids
+
+
+def _as_lists(
+    prompts: Any, params: Any, default: Callable[[], SamplingParams]
 ) -> tuple[list[Prompt], list[SamplingParams]]:
-    """The prompts of the first process and the params of each; an error there is one in all."""
-    if on_token is not None and not callable(on_token):
-        raise ValueError(f"on_token is {on_token!r:.80}: expected a function, or None")
-    asked, refused = None, None
-    if is_first():
-        try:
-            asked = _as_lists(prompts, params)
-        except Exception as error:  # of the caller's generators too: the others wait for word
-            refused = error
-    asked, told = from_first((asked, None if refused is None else str(refused)))
-    if told is not None:
-        raise refused or ValueError(told)
-    assert asked is not None
-    return asked
-
-
-def _as_lists(prompts: Any, params: Any) -> tuple[list[Prompt], list[SamplingParams]]:
+    """The prompts, and the params of each."""
     if isinstance(prompts, str):
         prompts = [prompts]
     unordered = bytes | bytearray | Mapping | Set
@@ -308,7 +350,7 @@ def _as_lists(prompts: Any, params: Any) -> tuple[list[Prompt], list[SamplingPar
     # A prompt that can be read only once is told to the other processes, and returned.
     listed = [list(prompt) if isinstance(prompt, Iterator) else prompt for prompt in prompts]
     if params is None or isinstance(params, SamplingParams):
-        return listed, [params or SamplingParams()] * len(listed)
+        return listed, [params or default()] * len(listed)
     if not isinstance(params, Iterable) or isinstance(params, str | unordered):
         raise ValueError(f"params must be SamplingParams, or one for each prompt, got {params!r}")
     each = list(islice(params, len(listed) + 1))  # they may have no end

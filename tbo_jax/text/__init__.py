@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from tbo_jax.text.chat import Message
+from tbo_jax.text.chat import Message, check_template_arguments
 from tbo_jax.text.detokenizer import IncrementalDetokenizer
 from tbo_jax.text.end_of_sequence import end_of_sequence_ids
 from tbo_jax.text.files import TokenizerError
+from tbo_jax.text.generation_config import DefaultSampling, default_sampling
 from tbo_jax.text.stream import TextStream
 from tbo_jax.text.tokenizer import Tokenizer
 
 __all__ = [
+    "DefaultSampling",
     "IncrementalDetokenizer",
     "Message",
     "TextStream",
     "Tokenizer",
     "TokenizerError",
+    "check_template_arguments",
+    "default_sampling",
     "end_of_sequence_ids",
 ]

@@ -1,27 +1,35 @@
-"""Chat templates: a jinja2 sandbox with the names that Hugging Face chat templates rely on.
+"""Chat templates: where they are, what they see, and how long they may take.
 
 The conventions (variables, filters, the generation block) are those of the "Chat templates" chapter
 of the Hugging Face transformers documentation. Templates come with checkpoints and are untrusted,
-so they run in jinja2's immutable sandbox and see plain strings only.
+so they run in jinja2's immutable sandbox, in a process of their own (`text.template_process`) whose
+time and memory are limited, and see values of JSON only. Whatever a template does, the prompt that
+it was for gets an error and nothing else is touched. A text costs a fraction of a millisecond more
+than in this process, and the first one the start of an interpreter.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from tbo_jax.text.files import TokenizerError, read_text
 
 Message = Mapping[str, str]
+
+_SECONDS = 10.0  # for one text; templates take milliseconds
+_SECONDS_TO_START = 60.0
+_TAKEN = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
+    | {"raise_exception", "strftime_now"}
+)
 
 
 def read_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
@@ -56,60 +64,160 @@ def read_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str
     return named.get("default")
 
 
+def check_template_arguments(arguments: Any) -> dict[str, Any]:
+    """Arguments of a chat template, such as {"enable_thinking": False}; None gives none.
+
+    Raises:
+        TokenizerError: they are no object of names and JSON values, or a name is taken.
+    """
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise TokenizerError(
+            "chat template arguments: expected an object of names and values, "
+            f"got {arguments!r:.80}"
+        )
+    for name, value in arguments.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise TokenizerError(f"chat template arguments: expected a name, got {name!r:.80}")
+        if name in _TAKEN:
+            raise TokenizerError(f"chat template argument {name!r}: the template has it already")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TokenizerError(
+                f"chat template argument {name!r}: expected a JSON value: {error}"
+            ) from error
+    return dict(arguments)
+
+
 class ChatTemplate:
-    """A compiled chat template.
+    """A chat template. It is compiled when it is first rendered.
 
     Args:
         source: jinja2 text.
         special_tokens: variables that the template sees beside the messages, such as `bos_token`.
-
-    Raises:
-        TokenizerError: the text is not a valid template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[LoopControlExtension, _GenerationBlock],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise TokenizerError(
-                f"the chat template does not compile: {error.message} (line {error.lineno})"
-            ) from error
+        self._source = source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
         """Text of a conversation.
 
         Args:
             messages: at least one {"role": str, "content": str}, and no other key.
             add_generation_prompt: end with the header of an assistant message.
+            arguments: further variables that the template sees, of JSON types.
 
         Raises:
-            TokenizerError: a message of another shape, or the template refused or failed.
+            TokenizerError: a message of another shape, an argument that is not one, or the template
+                does not compile, refused, failed, or took too much time or memory.
         """
         plain = _plain_messages(messages)
-        try:
-            return self._template.render(
-                **self._special_tokens,
-                messages=plain,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except jinja2.TemplateError as error:
-            raise TokenizerError(f"the chat template refused the messages: {error}") from error
-        except Exception as error:
-            # Expressions of the template raise whatever Python raises for them: TypeError, ...
+        further = check_template_arguments(arguments)
+        for name in further:
+            if name in self._special_tokens:
+                raise TokenizerError(
+                    f"chat template argument {name!r}: the template has it already"
+                )
+        variables = {
+            **further,
+            **self._special_tokens,
+            "messages": plain,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
+        return _PROCESS.render(self._source, variables)
+
+
+class _TemplateProcess:
+    """The process that renders templates, one for all; started when it is first needed.
+
+    It ends with this one, because its standard input ends then.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def render(self, source: str, variables: Mapping[str, Any]) -> str:
+        """The text of a template, from any thread.
+
+        Raises:
+            TokenizerError: there is none.
+        """
+        request = json.dumps({"source": source, "variables": variables})
+        with self._lock:
+            if self._process is None:
+                self._process = self._start()
+            line = self._ask(self._process, request, _SECONDS)
+        if not line:
             raise TokenizerError(
-                f"the chat template failed with {type(error).__name__}: {error}"
-            ) from error
+                f"the chat template took longer than {_SECONDS:g} seconds, or more memory than "
+                "there is"
+            )
+        answer = json.loads(line)
+        if "error" in answer:
+            raise TokenizerError(answer["error"])
+        return answer["text"]
+
+    def _start(self) -> subprocess.Popen[str]:
+        # -P: the folder of the script holds modules that are not for it to import.
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("template_process.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
+            start_new_session=True,  # Ctrl-C is for the process that asks
+        )
+        if not self._ask(process, "", _SECONDS_TO_START):
+            raise TokenizerError("the process that renders chat templates did not start")
+        return process
+
+    def _ask(self, process: subprocess.Popen[str], request: str, seconds: float) -> str:
+        """The line that a request is answered with; empty, and the process over, where none is."""
+        assert process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(seconds, process.kill)
+        timer.daemon = True
+        timer.start()
+        line = ""
+        try:
+            with contextlib.suppress(OSError):
+                if request:
+                    process.stdin.write(request + "\n")
+                    process.stdin.flush()
+                line = process.stdout.readline()
+        finally:
+            timer.cancel()
+            timer.join()  # it may be about to kill
+            if not line or process.poll() is not None:
+                self._stop(process)
+        return line
+
+    def _stop(self, process: subprocess.Popen[str]) -> None:
+        self._process = None
+        process.kill()
+        with contextlib.suppress(OSError):
+            process.communicate()
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        with self._lock:
+            if self._process is not None:
+                self._stop(self._process)
+
+
+_PROCESS = _TemplateProcess()
+atexit.register(_PROCESS.close)
 
 
 def _plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -136,40 +244,3 @@ def _plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
         # A subclass of str could bring methods that the sandbox does not know to be harmless.
         plain.append({key: str.__str__(message[key]) for key in ("role", "content")})
     return plain
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks text for training; here it is its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A scope, because what is assigned inside such a block is not seen after it.
-        return nodes.Scope(body, lineno=line)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes HTML characters, which would change the prompt.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

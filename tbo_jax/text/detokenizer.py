@@ -12,6 +12,9 @@ continuation can change it. What can change it depends on the tokenizer's decode
 Text is decoded from a short window: tokens whose text is out already, as context, and the tokens
 after them. This is the two-offset scheme of text-generation-inference and vLLM, with the rules
 above for where a window may begin and end.
+
+The tokenizers library has a `DecodeStream` of its own. It is no replacement: its text was not that
+of decoding all tokens at once in 138 of 400 streams of tokens with byte fallback.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from tbo_jax.host.json_files import parse_json_object
 
 
 class TokenizerError(ValueError):
@@ -29,15 +30,13 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     """Contents of a JSON file that holds one object, or None where there is no such file.
 
     Raises:
-        TokenizerError: the file is unreadable, is not JSON, or holds something else than an object.
+        TokenizerError: the file is unreadable, is not JSON, has a key twice, is nested too deeply,
+            or holds something else than an object.
     """
     text = read_text(path)
     if text is None:
         return None
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: expected a JSON object: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
+        return parse_json_object(text, str(path))
+    except ValueError as error:
+        raise TokenizerError(str(error)) from error

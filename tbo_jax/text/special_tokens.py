@@ -12,7 +12,7 @@ those of `TokenizersBackend` in transformers 5.24:
   vocabulary or, if it is not there, with the next free id.
 
 As there, a token that a file declares with a later id than the next free one gets the next free
-one; a warning says so. An id against that of the vocabulary, which is passed over there, is an error.
+one; a warning says so. An id that is not the vocabulary's, which is passed over there, is refused.
 """
 
 from __future__ import annotations

@@ -15,6 +15,10 @@ class TextStream:
     matches that end at the same character the longest wins. The text before the match is kept. This
     depends on the text only, not on where its tokens begin and end.
 
+    A stop string that is the text of a special token also ends the text where that token comes,
+    although special tokens have no text here. One that has such a token among other text could
+    never be found, and is refused.
+
     Text that may be the beginning of a stop string is held back until it is known not to be one, so
     no part of the stop string that wins is ever emitted.
 
@@ -23,7 +27,8 @@ class TextStream:
         stop: stop strings, none of them empty; may itself be empty.
 
     Raises:
-        ValueError: `stop` is not a sequence of non-empty strings.
+        ValueError: `stop` is not a sequence of non-empty strings, or one of them has a special
+            token among other text.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -32,6 +37,14 @@ class TextStream:
         for index, string in enumerate(stop):
             if not isinstance(string, str) or not string:
                 raise ValueError(f"stop[{index}]: expected a non-empty string, got {string!r:.80}")
+            within = next((token for token in tokenizer.skipped_tokens if token in string), None)
+            if within is not None and string not in tokenizer.skipped_tokens:
+                raise ValueError(
+                    f"stop[{index}]: {string!r:.80} has the special token {within!r} among other "
+                    "text; expected that token alone, or none, because special tokens have no text"
+                )
+        self._tokenizer = tokenizer
+        self._stop_tokens = tokenizer.skipped_tokens.intersection(stop)
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop = tuple(stop)
         self._emitted: list[str] = []
@@ -55,7 +68,13 @@ class TextStream:
             TokenizerError: not a token id.
             RuntimeError: called after `finish`.
         """
-        return "" if self._stopped else self._scan(self._detokenizer.push(token_id))
+        if self._stopped:
+            return ""
+        if self._stop_tokens and self._tokenizer.token(token_id, False) in self._stop_tokens:
+            rest = self.finish()
+            self._stopped = True
+            return rest
+        return self._scan(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
         """The text that was held back, unless a stop string was found or is found in it."""

@@ -46,7 +46,8 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = chat_template
         self._missing_bytes = missing_bytes
-        self._skipped_tokens = frozenset(_skipped_tokens(backend))
+        # What `decode` leaves out, and `text.stream` takes as a stop string all the same.
+        self.skipped_tokens = frozenset(_skipped_tokens(backend))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -71,6 +72,7 @@ class Tokenizer:
                 f"{tokenizers.__version__} can read"
             ):
                 backend = tokenizers.Tokenizer.from_file(str(path))
+            read_json_object(path)  # refuses keys that occur twice, of which the library takes one
             tokens = read_declared_tokens(folder, config, backend.get_added_tokens_decoder())
         elif (path := folder / "tiktoken.model").is_file():
             backend = read_tiktoken_model(path, config)
@@ -136,7 +138,7 @@ class Tokenizer:
             TokenizerError: the id is not an integer from 0 to 2**32 - 1.
         """
         token = self._backend.id_to_token(_checked_id(token_id))
-        if skip_special_tokens and token in self._skipped_tokens:
+        if skip_special_tokens and token in self.skipped_tokens:
             return None
         return token
 
@@ -169,21 +171,24 @@ class Tokenizer:
         with _library_errors("the decoder of tokenizer.json failed"):
             return self._backend.decode(checked, skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **arguments: Any
+    ) -> str:
         """Text of a conversation under the folder's chat template.
 
         Args:
             messages: at least one {"role": str, "content": str}.
             add_generation_prompt: end with the header of an assistant message.
+            arguments: what else the template knows, such as `enable_thinking=False`; JSON values.
 
         Raises:
-            TokenizerError: there is no template, it is broken, it refused the messages, or a
-                message has another shape.
+            TokenizerError: there is no template, it is broken, refused the messages, or took too
+                much time or memory; a message has another shape; or an argument's name is taken.
         """
-        return self._compiled_chat_template.render(messages, add_generation_prompt)
+        return self._chat.render(messages, add_generation_prompt, arguments)
 
     def encode_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **arguments: Any
     ) -> list[int]:
         """Token ids of a conversation under the folder's chat template.
 
@@ -193,11 +198,11 @@ class Tokenizer:
         Raises:
             TokenizerError: as `render_chat`.
         """
-        text = self.render_chat(messages, add_generation_prompt)
+        text = self.render_chat(messages, add_generation_prompt, **arguments)
         return self.encode(text, add_special_tokens=False)
 
-    @cached_property
-    def _compiled_chat_template(self) -> ChatTemplate:
+    @property
+    def _chat(self) -> ChatTemplate:
         if self._chat_template is None:
             raise TokenizerError(
                 "this tokenizer has no chat template; expected chat_template.jinja, or "

@@ -9,6 +9,7 @@ import tyro
 
 from tbo_jax import EngineConfig, OverlapConfig, TokenEvent
 from tbo_jax.cli import decode
+from tbo_jax.text import DefaultSampling
 from tests.golden_cases import Golden, with_tokenizer
 
 GOLDEN = Golden("qwen3_moe")
@@ -20,11 +21,19 @@ def folder(tmp_path_factory):
     return with_tokenizer("qwen3_moe", tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(autouse=True)
+def silenced(monkeypatch):
+    """What `--quiet` does to the process, which the other tests need not silenced."""
+    calls: list[bool] = []
+    monkeypatch.setattr(decode, "silence_libraries", lambda: calls.append(True))
+    return calls
+
+
 def arguments(*words: object) -> decode.Arguments:
     return tyro.cli(decode.Arguments, args=["--model", "m", *map(str, words)])
 
 
-def test_decode_json(folder, monkeypatch, capsys, tmp_path):
+def test_decode_json(folder, monkeypatch, capsys, tmp_path, silenced):
     monkeypatch.setenv("USE_TBO", "1")
     (tmp_path / "prompts.txt").write_text(f"{PROMPTS[1]}\n\n{'w9 ' * 200}\n")
     words = (
@@ -32,6 +41,7 @@ def test_decode_json(folder, monkeypatch, capsys, tmp_path):
         *("--max-new-tokens", 8, "--devices", 2, "--page-size", 4, "--json", "--quiet"),
     )
     status = decode.main(list(map(str, words)), "decode")
+    assert silenced
     out = capsys.readouterr()
     rows = [json.loads(line) for line in out.out.splitlines()]
     assert status == 1  # one prompt does not fit the context; the others are complete
@@ -91,6 +101,16 @@ def test_a_prompt_that_failed_does_not_hold_up_the_stream(capsys):
         (["--prompt", "a", "--model", "./absent"], {}, "absent"),
         (["--prompt", "a", "--temperature", "-1"], {}, "temperature is -1.0"),
         (["--prompt", "a", "--top-p", "0"], {}, "top_p is 0.0"),
+        (
+            ["--prompt", "a", "--chat-template-kwargs", "[1]"],
+            {},
+            "expected a JSON object, got list",
+        ),
+        (
+            ["--prompt", "a", "--chat-template-kwargs", '{"tools": 1}'],
+            {},
+            "'tools': the template has",
+        ),
         (["--prompt", "a", "--micro-batches", "3"], {}, "--micro-batches 3 needs USE_TBO=1 or"),
         (["--prompt", "a", "--micro-batches", "1"], {"USE_TBO": "1"}, "must be at least 2, got 1"),
         (["--prompt", "a"], {"USE_TBO": "maybe"}, "USE_TBO=maybe is not understood"),
@@ -153,3 +173,12 @@ def test_a_value_that_no_engine_can_have_is_refused(capsys, option, value, messa
 def test_no_more_rows_than_prompts_are_compiled():
     args = arguments("--prompt", "x", "--max-sequences", 8, "--devices", 2)
     assert [decode.engine_config(args, count).max_sequences for count in (1, 3, 99)] == [1, 2, 8]
+
+
+def test_what_the_command_line_leaves_open_is_the_models():
+    asked = DefaultSampling({"temperature": 0.6, "top_k": 20}, {})
+    args = arguments("--prompt", "x", "--top-k", 5, "--seed", 3)
+    first, second = decode.sampling_params(args, 2, asked.params)
+    assert (first.temperature, first.top_k, first.max_new_tokens) == (0.6, 5, 128)
+    assert (first.seed, second.seed) == (3, 4)
+    assert decode.sampling_params(args, 1)[0].temperature == 0.0

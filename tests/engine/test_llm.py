@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -255,3 +256,21 @@ def test_dense_model_says_that_nothing_overlaps(tmp_path, caplog):
     found = [c.token_ids for c in llm.generate(golden.prompts, greedy())]
     assert found == golden.greedy
     assert np.asarray(llm.engine.runner.mesh.devices).size == 2
+
+
+def test_the_models_sampling_is_the_default_and_said_once(folder, tmp_path, caplog, monkeypatch):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    asked = json.loads((copy / "generation_config.json").read_text())
+    asked |= {"do_sample": True, "temperature": 0.7, "max_new_tokens": 5, "repetition_penalty": 1.1}
+    (copy / "generation_config.json").write_text(json.dumps(asked))
+    llm = make_llm(copy, max_sequences=1, max_tokens=16)
+    (said,) = [r.getMessage() for r in caplog.records if "generation_config" in r.getMessage()]
+    assert "temperature 0.7" in said and "not applied: repetition_penalty 1.1" in said
+    prompt = GOLDEN.prompts[0]
+    drawn = llm.default_sampling.params(seed=4)
+    assert (drawn.temperature, drawn.max_new_tokens) == (0.7, 5)
+    expected, found = llm.generate([prompt, prompt], [drawn, greedy(5)])
+    assert found.token_ids == GOLDEN.greedy[0][:5]  # params that are given count as they are
+    monkeypatch.setattr("secrets.randbelow", lambda most: 4)
+    assert llm.generate([prompt])[0].token_ids == expected.token_ids

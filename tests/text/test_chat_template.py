@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from small_tokenizers import train_byte_level
 
-from tbo_jax.text import Tokenizer, TokenizerError
+from tbo_jax.text import Tokenizer, TokenizerError, chat, check_template_arguments
 
 Write = Callable[[str, str], None]
 HELLO = [{"role": "user", "content": "hello"}]
@@ -76,11 +77,88 @@ def test_chat_is_encoded_with_one_bos() -> None:
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% for %}", r"does not compile.*\(line 1\)"),
+        ("{{ x | no_such_filter }}", r"does not compile.*no_such_filter"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ 1 // 0 }}", "failed with ZeroDivisionError"),
+        (
+            "{{ messages[0].content.encode('ascii', 'x' * 9).decode('no') }}",
+            "failed with LookupErr",
+        ),
+        ("{{ 'a' * 10 ** 10 }}", "needs too much memory"),
+        ("{{ '%9999999999d' % 1 }}", "needs too much memory|failed with"),
+        (
+            "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
+            "wrote more than .* characters",
+        ),
+        ("{{ '(' * 5000 }}{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "does not compile"),
     ],
 )
 def test_template_errors_are_passed_on(template: str, message: str) -> None:
     with pytest.raises(TokenizerError, match=message):
         render(template)
+    assert render("next") == "next"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 7 ** (9 ** 9) % 3 }}",
+        "{{ ('a' * 40) | replace('a', 'b' * 9999) | list | sort | length }}" * 400,
+    ],
+)
+def test_a_template_that_takes_too_long_is_ended(
+    monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    assert render("first") == "first"
+    monkeypatch.setattr(chat, "_SECONDS", 0.5)
+    with pytest.raises(TokenizerError, match=r"longer than 0.5 seconds"):
+        render(template)
+    monkeypatch.undo()
+    assert render("next") == "next"
+
+
+def test_templates_are_rendered_from_several_threads() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda n: render(f"{{{{ {n} + 1 }}}}"), range(40)))
+    assert texts == [str(n + 1) for n in range(40)]
+
+
+def test_a_broken_template_costs_no_tokenizer(folder: Path, write: Write) -> None:
+    write("chat_template.jinja", "{% for %}")
+    assert Tokenizer.from_folder(folder).encode("a")
+
+
+def test_arguments_reach_the_template() -> None:
+    template = "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}{{ x.y[1] }}"
+    tokenizer = Tokenizer(train_byte_level(), SPECIAL, template)
+    assert tokenizer.render_chat(HELLO, enable_thinking=False, x={"y": [1, "é"]}) == "Falseé"
+    ids = tokenizer.encode_chat(HELLO, enable_thinking=True, x={"y": [0, 1]})
+    assert tokenizer.decode(ids) == "True1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"messages": []}, "'messages': the template has it already"),
+        ({"tools": []}, "'tools': the template has it already"),
+        ({"add_generation_prompt": False}, "'add_generation_prompt': the template has it already"),
+        ({"bos_token": "x"}, "'bos_token': the template has it already"),
+        ({"a b": 1}, "expected a name, got 'a b'"),
+        ({"x": {1, 2}}, "'x': expected a JSON value"),
+        ({"x": float("nan")}, "'x': expected a JSON value"),
+        ([1], r"expected an object of names and values, got \[1\]"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        check_template_arguments(arguments)
+
+
+def test_a_special_token_of_the_folder_is_no_argument() -> None:
+    tokenizer = Tokenizer(train_byte_level(), SPECIAL, "x")
+    with pytest.raises(TokenizerError, match="'image_token': the template has it already"):
+        tokenizer.render_chat(HELLO, image_token="y")
 
 
 @pytest.mark.parametrize(

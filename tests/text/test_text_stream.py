@@ -102,3 +102,35 @@ def test_stop_in_the_text_that_finish_releases_is_found() -> None:
 def test_malformed_stop_is_refused(stop: Any) -> None:
     with pytest.raises(ValueError, match=r"stop.*: expected a"):
         TextStream(TOKENIZER, stop)
+
+
+END = len(TOKENS)  # the id of "</s>", a special token
+
+
+@pytest.mark.parametrize(
+    ("ids", "stop", "expected"),
+    [
+        ([0, END, 1], ["</s>"], ["a", "", "", ""]),
+        ([0, 1, END, 1], ["bc", "</s>"], ["a", "", "b", "", ""]),  # what was held is no stop
+        ([0, 7, END], ["</s>"], ["a", "", "\ufffd", ""]),  # half a character
+        ([0, 7, END], ["</s>", "\ufffd"], ["a", "", "", ""]),  # which may be a stop string
+        ([0, END, 1], ["b"], ["a", "", "", ""]),  # another stop string: the token has no text
+    ],
+)
+def test_a_special_token_stops(ids: list[int], stop: list[str], expected: list[str]) -> None:
+    assert run(TOKENIZER, ids, stop) == (expected, True)
+
+
+@settings(deadline=None)
+@given(ids=IDS, stop=STOPS)
+def test_stream_ends_at_a_special_token_or_before(ids: list[int], stop: list[str]) -> None:
+    deltas, stopped = run(TOKENIZER, ids, [*stop, "</s>"])
+    until = ids[: ids.index(END)] if END in ids else ids
+    text, found = cut(TOKENIZER.decode(until), stop)
+    assert ("".join(deltas), stopped) == (text, found or END in ids)
+
+
+@pytest.mark.parametrize("string", ["</s>b", "a</s>", "</s></s>"])
+def test_a_special_token_among_other_text_is_refused(string: str) -> None:
+    with pytest.raises(ValueError, match=r"stop\[1\]: .* has the special token '</s>' among other"):
+        TextStream(TOKENIZER, ["a", string])

@@ -83,6 +83,21 @@ def test_missing_tokenizer_names_folder_and_expectation(tmp_path: Path) -> None:
     assert str(tmp_path / "nowhere") in str(caught.value)
 
 
+def test_a_deep_tokenizer_is_refused(folder: Path, write: Write) -> None:
+    write("tokenizer.json", '{"model": ' + "[" * 10**5)
+    with pytest.raises(TokenizerError, match=r"tokenizer.json is corrupt.*recursion limit"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_token_with_two_ids_is_refused(folder: Path, write: Write) -> None:
+    text = (folder / "tokenizer.json").read_text("utf-8")
+    assert '"vocab":{' in text.replace(" ", "")
+    head, _, rest = text.partition('"vocab":')
+    write("tokenizer.json", f'{head}"vocab":{{"a":7,{rest.lstrip().removeprefix("{")}')
+    with pytest.raises(TokenizerError, match=r"tokenizer.json.*key 'a' occurs 2 times"):
+        Tokenizer.from_folder(folder)
+
+
 @pytest.mark.parametrize("keep", [0, 1, 400])
 def test_truncated_tokenizer_is_refused(folder: Path, keep: int) -> None:
     path = folder / "tokenizer.json"
@@ -94,7 +109,11 @@ def test_truncated_tokenizer_is_refused(folder: Path, keep: int) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("tokenizer_config.json", "{", "expected a JSON object"),
+        ("tokenizer_config.json", "{", "not valid JSON"),
+        ("tokenizer_config.json", '{"x": ' + "[" * 10**5, "nested too deeply"),
+        ("tokenizer_config.json", '{"eos_token": "a", "eos_token": "b"}', "'eos_token' occurs 2"),
+        ("special_tokens_map.json", '{"x": {"a": 1, "a": 1}}', "key 'a' occurs 2 times"),
+        ("added_tokens.json", '{"<x>": 400, "<x>": 401}', "key '<x>' occurs 2 times"),
         ("tokenizer_config.json", "[]", "expected a JSON object, got list"),
         ("tokenizer_config.json", '{"eos_token": 3}', "eos_token: expected a str"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "expected an object"),

@@ -89,7 +89,7 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, tiktoken.
     return Tokenizer.from_folder(folder), reference
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(data=st.data())
 def test_tiktoken_model_tokenizes_as_tiktoken(
     kimi: tuple[Tokenizer, tiktoken.Encoding], data: st.DataObject
@@ -207,7 +207,7 @@ def ernie(
 
 
 # Always the same texts: of two equally probable ways to cut one, a unigram model may take either.
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(deadline=None, max_examples=40, derandomize=True)
 @given(data=st.data())
 def test_tokenizer_model_tokenizes_as_sentencepiece(
     ernie: tuple[Tokenizer, sentencepiece.SentencePieceProcessor, dict[str, Any]],
