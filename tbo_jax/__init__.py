@@ -4,10 +4,15 @@ from tbo_jax import _moved
 from tbo_jax.attention.buffers import AttentionBuffers, allocate_attention_buffers
 from tbo_jax.engine.engine import TokenEvent
 from tbo_jax.engine.llm import LLM, Completion
+from tbo_jax.moe.expert_weights import ExpertWeights
+from tbo_jax.moe.experts import apply_experts
+from tbo_jax.moe.routing import top_k_softmax
 from tbo_jax.overlap.batch import ForwardBatch, SplitRule, batch_dataclass, batch_field
 from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.overlap.split import gather_tokens, split_batch_decoder_layers
 from tbo_jax.overlap.stages import StackedLayers, Stage, run_layers
+from tbo_jax.parallel.exchange import make_exchange
+from tbo_jax.parallel.sharding import RANKS, make_mesh
 from tbo_jax.sampling.params import SamplingParams
 from tbo_jax.step.inputs import Inputs
 from tbo_jax.step.runner import ModelRunner
@@ -17,10 +22,12 @@ _moved.install()
 
 __all__ = [
     "LLM",
+    "RANKS",
     "AttentionBuffers",
     "Bucket",
     "CacheConfig",
     "Completion",
+    "ExpertWeights",
     "ForwardBatch",
     "Inputs",
     "ModelRunner",
@@ -31,9 +38,13 @@ __all__ = [
     "Stage",
     "TokenEvent",
     "allocate_attention_buffers",
+    "apply_experts",
     "batch_dataclass",
     "batch_field",
     "gather_tokens",
+    "make_exchange",
+    "make_mesh",
     "run_layers",
     "split_batch_decoder_layers",
+    "top_k_softmax",
 ]

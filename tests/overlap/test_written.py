@@ -50,7 +50,7 @@ class Adding(Writing):
     """Makes variables and attributes when it is called."""
 
     def compute(self, x: Any, received: Any, cache: Any, context: Any) -> Any:
-        seen = [*self.seen[...], x.sum()] if hasattr(self, "seen") else [x.sum()]
+        seen = [*self.seen.get_value(), x.sum()] if hasattr(self, "seen") else [x.sum()]
         self.seen = nnx.Intermediate(tuple(seen))
         self.times = getattr(self, "times", 0) + 1
         return x, x, cache
@@ -144,10 +144,10 @@ def test_new_variables_and_attributes_are_kept(count: int, remat: bool) -> None:
     step(layers, count, remat)
     step(layers, count, remat)
     for layer in layers:
-        assert len(layer.seen[...]) == layer.times == 2 * count
+        assert len(layer.seen.get_value()) == layer.times == 2 * count
     parts = jnp.split(jnp.linspace(-1.0, 2.0, 4 * WIDTH).reshape(4, WIDTH), count)
     np.testing.assert_allclose(
-        layers[0].seen[...], [float(part.sum()) for part in parts] * 2, rtol=1e-6
+        layers[0].seen.get_value(), [float(part.sum()) for part in parts] * 2, rtol=1e-6
     )
 
 
