@@ -226,8 +226,7 @@ class Failing(nnx.Module):
     stages = (Stage(compute, send),)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize(("scanned", "remat"), [(False, False), (True, True)])
 @pytest.mark.parametrize("place", ["compute", "merge", "send"])
 def test_errors_of_a_layer_have_a_note(place: str, scanned: bool, remat: bool) -> None:
     layers: Any = [Failing(0), Failing(1)]

@@ -90,7 +90,6 @@ slow = pytest.mark.slow
     [
         (Parallel, 2, False, WHOLE, True),
         (Parallel, 2, True, WHOLE, True),
-        (Local, 2, False, WHOLE, True),
         (Local, 2, True, SHARDED, True),
         *[
             pytest.param(kind, count, scanned, spec, jitted, marks=slow)
