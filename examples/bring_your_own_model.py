@@ -16,6 +16,14 @@ To overlap it, cut the method where it communicates. What stands before a commun
 the compute of a stage, the communication its second half, and what follows the last one `merge`.
 `run_layers` does the rest: with one micro-batch it runs the block as written, with two it runs
 A.attend, B.attend, A.experts, B.experts, ... so that each all-to-all of A travels while B computes.
+
+Split what one device holds, inside `jax.shard_map`, as `Decoder.__call__` does. A split outside of
+it, along an axis that is sharded, would give each micro-batch to half of the devices, and move it.
+
+A stage may write into its layer: a dropout's count, batch statistics, `sow`, any `nnx.Variable`.
+`run_layers` keeps it, and micro-batch B sees what A wrote. Inside `jax.jit` or `jax.shard_map` the
+layers are copies, so return `nnx.state(model)` from there if you want to have it. Layers in a
+`StackedLayers` keep what a stage writes into variables that they have from the start.
 """
 
 from __future__ import annotations
@@ -109,7 +117,6 @@ def make_forward(model: Decoder, mesh: jax.sharding.Mesh, num_micro_batches: int
         mesh=mesh,
         in_specs=(specs, P(RANKS)),
         out_specs=P(RANKS),
-        check_vma=False,
     )
     def forward(state, tokens):
         exchange = make_exchange(
@@ -134,8 +141,7 @@ def main() -> None:
     forward, weights = make_forward(model, mesh, count)
     logits = forward(weights, tokens)
     error = float(jnp.abs(logits - expected).max())
-    traced = forward.trace(weights, tokens).jaxpr
-    barriers = str(traced).count("optimization_barrier")
+    barriers = forward.lower(weights, tokens).as_text().count("optimization_barrier")
     print(f"{mesh.size} devices, {count} micro-batch(es), {barriers} barriers in the program")
     print(f"largest difference of the logits to one micro-batch: {error:.1e}")
 

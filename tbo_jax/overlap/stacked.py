@@ -107,8 +107,9 @@ def _difference(one: Any, other: Any) -> str | None:
     if type(one) is not type(other):
         return f"class, {type(one).__name__} and {type(other).__name__}"
     left, right = contents(one), contents(other)
-    for path in left.keys() ^ right.keys():
-        return f"{full_name(one, path)}, which one of them has not"
+    alone = left.keys() ^ right.keys()
+    if alone:
+        return f"{full_name(one, min(alone, key=str))}, which one of them has not"
     for path, value in left.items():
         there = right[path]
         if isinstance(value, nnx.Pytree) or path == ():
@@ -116,15 +117,16 @@ def _difference(one: Any, other: Any) -> str | None:
                 kinds = f"{type(value).__name__} and {type(there).__name__}"
                 return f"the class of {full_name(one, path)}, {kinds}"
             continue
+        leaves = jax.tree.leaves((value, there))
+        if not any(isinstance(leaf, jax.Array) for leaf in leaves):
+            if value is not there and value != there:
+                return f"{full_name(one, path)}, {value!r} and {there!r}"
+            continue
         if not _same(value, there):
             return f"the structure of {full_name(one, path)}"
         for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(there), strict=True):
-            if not isinstance(a, jax.Array) or not isinstance(b, jax.Array):
-                if a is not b and a != b:
-                    return f"{full_name(one, path)}, {a!r} and {b!r}"
-            elif (a.shape, a.dtype) != (b.shape, b.dtype):
-                kinds = f"{a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
-                return f"the shape or dtype of {full_name(one, path)}, {kinds}"
+            if (jnp.shape(a), jnp.result_type(a)) != (jnp.shape(b), jnp.result_type(b)):
+                return f"the shape or dtype of {full_name(one, path)}, {_kind(a)} and {_kind(b)}"
     if not _same(one, other):
         return f"static attributes of {type(one).__name__}"
     return None
@@ -133,3 +135,7 @@ def _difference(one: Any, other: Any) -> str | None:
 def _same(one: Any, other: Any) -> bool:
     structures: list[Any] = [jax.tree.structure(tree) for tree in (one, other)]
     return structures[0] == structures[1]
+
+
+def _kind(array: Any) -> str:
+    return f"{jnp.result_type(array)}{list(jnp.shape(array))}"

@@ -329,7 +329,7 @@ class _Run:
         self.layers = layers
         for path, value in zip(written, self._restore(state), strict=True):
             write(layers.stacked, path, value)
-        last.stage, last.layer = stage, layer
+        last.stage, last.layer, last.index = stage, layer, len(layers) - 1
 
     def _state(self, written: list[Path]) -> Any:
         """What a turn of the loop hands to the next."""

@@ -369,6 +369,56 @@ def test_the_backward_pass_has_the_reverse_order() -> None:
         )
 
 
+def test_gradients_of_weights_come_out_of_barriers_that_hold_the_token() -> None:
+    """Of each compute but the first one, and the backward pass goes on with the token.
+
+    Else XLA leaves them to the end of the step, and keeps all that they need until then.
+    """
+
+    def loss(leaves: Any, hidden: jax.Array) -> jax.Array:
+        layers = jax.tree.unflatten(structure, leaves)
+        contexts = [{"scale": 1.0}] * 2
+        out, _ = run_layers(layers, jnp.split(hidden, 2), contexts, Sums(jnp.zeros((3, DEPTH))))
+        return sum((part**3).sum() for part in out)
+
+    layers = layers_of("PPP")
+    structure = jax.tree.structure(layers)
+    hidden = jnp.ones((2 * WIDTH, DEPTH))  # a product [D, D] is of a weight
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(jax.tree.leaves(layers), hidden).jaxpr
+    ancestors = ancestors_of(jaxpr)
+    users: dict[Any, list[int]] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        for var in eqn.invars:
+            if isinstance(var, Var):
+                users.setdefault(var, []).append(index)
+    dots = [(i, eqn) for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general"]
+    assert len(dots) == 3 * 6
+    by_weight = [(i, eqn.outvars[0]) for i, eqn in dots if eqn.outvars[0].aval.shape[0] == DEPTH]
+    by_input = [i for i, eqn in dots[6:] if eqn.outvars[0].aval.shape[0] == WIDTH]
+    assert len(by_weight) == len(by_input) == 6
+    held = []
+    for _, grad in by_weight[:-1]:
+        (user,) = users[grad]
+        while jaxpr.eqns[user].primitive.name == "transpose":
+            (grad,) = jaxpr.eqns[user].outvars
+            (user,) = users[grad]  # and it is no result, nor added to another
+        barrier = jaxpr.eqns[user]
+        assert barrier.primitive.name == "optimization_barrier"
+        assert grad not in jaxpr.outvars
+        passed = barrier.outvars[barrier.invars.index(grad)]
+        assert passed in users or passed in jaxpr.outvars  # what comes out is what is used
+        tokens = [var for var in barrier.outvars if not var.aval.shape]
+        assert len(tokens) == 1
+        assert tokens[0] in users
+        held.append(user)
+    for barrier, later in zip(held, by_input[1:], strict=True):
+        assert barrier in ancestors[later]
+    # Gradients of inputs are not held up by it: they may travel while the weights' are computed.
+    for barrier in held:
+        inputs = [v for v in jaxpr.eqns[barrier].outvars if v.aval.shape[:1] == (WIDTH,)]
+        assert not any(var in users for var in inputs)
+
+
 @pytest.mark.parametrize(("sizes", "order"), [(TWO, ORDER_OF_TWO * 3), (THREE, ORDER_OF_THREE * 3)])
 def test_compute_alternates_and_the_order_is_in_the_data(
     sizes: list[int], order: list[str]

@@ -50,7 +50,7 @@ class Adding(Writing):
     """Makes variables and attributes when it is called."""
 
     def compute(self, x: Any, received: Any, cache: Any, context: Any) -> Any:
-        seen = [*self.seen[...], x.sum()] if hasattr(self, "seen") else [x.sum()]
+        seen = [*self.seen.get_value(), x.sum()] if hasattr(self, "seen") else [x.sum()]
         self.seen = nnx.Intermediate(tuple(seen))
         self.times = getattr(self, "times", 0) + 1
         return x, x, cache
@@ -104,9 +104,7 @@ def contents(layers: Any) -> list[np.ndarray]:
     ("run", "count", "scanned", "remat"),
     [
         ("eager", 2, False, False),
-        ("jax.jit", 2, False, False),
         ("nnx.grad", 2, False, True),
-        ("jax.jit", 1, True, False),
         ("jax.jit", 2, True, False),
         ("nnx.grad", 2, True, True),
         *[
@@ -131,23 +129,23 @@ def test_variables_are_kept(run: str, count: int, scanned: bool, remat: bool) ->
         np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("count", "remat"), [(1, False), (2, False), (1, True), (2, True)])
+@pytest.mark.parametrize(("count", "remat"), [(1, True), (2, False)])
 def test_what_merge_writes_is_kept(count: int, remat: bool) -> None:
     layers = [Merging(n) for n in range(LAYERS)]
     step(layers, count, remat)
     assert [int(layer.calls[...]) for layer in layers] == [11 * count] * LAYERS
 
 
-@pytest.mark.parametrize(("count", "remat"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("count", "remat"), [(1, False), (2, True)])
 def test_new_variables_and_attributes_are_kept(count: int, remat: bool) -> None:
     layers = [Adding(n) for n in range(LAYERS)]
     step(layers, count, remat)
     step(layers, count, remat)
     for layer in layers:
-        assert len(layer.seen[...]) == layer.times == 2 * count
+        assert len(layer.seen.get_value()) == layer.times == 2 * count
     parts = jnp.split(jnp.linspace(-1.0, 2.0, 4 * WIDTH).reshape(4, WIDTH), count)
     np.testing.assert_allclose(
-        layers[0].seen[...], [float(part.sum()) for part in parts] * 2, rtol=1e-6
+        layers[0].seen.get_value(), [float(part.sum()) for part in parts] * 2, rtol=1e-6
     )
 
 
