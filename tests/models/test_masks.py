@@ -172,7 +172,8 @@ def test_logits_equal_a_dense_model(devices, micro_batches, compilations):
     assert compilations() == before
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_micro_batches_and_devices_equal_the_whole(name):
     """Prompts in two chunks: latent attention; and layers with a window, and sinks."""
     whole = make_runner(name, BOTH)
