@@ -74,6 +74,9 @@ def test_same_tokens_on_other_devices_and_with_overlap(llm, other_llm, compilati
     stats = other_llm.statistics
     assert bool(stats["steps_split"]) == bool(stats["use_tbo"])
     assert stats["steps_split"] <= stats["steps"]
+    sets = 2 if stats["use_tbo"] else 1  # of attention work metadata
+    assert stats["work_bytes"] == sets * llm.statistics["work_bytes"] > 0
+    assert any(name.endswith(f" x{sets}") for name in stats["temporary_bytes"])
 
 
 def test_seeded_tokens_do_not_depend_on_the_batch(llm):

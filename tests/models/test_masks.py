@@ -81,12 +81,12 @@ def batch_of(bucket, chunks, pages, inputs=BOTH):
     )
 
 
-def run(runner, sequences, *, decoded, devices):
+def run(runner, buffers, sequences, *, decoded, devices):
     """[n, V] logits of each sequence from each rank: two chunks, then `decoded` tokens one by one.
 
-    The first chunk ends where no token of it sees a later one. Rank r has the rows turned by r.
+    The buffers come back too. The first chunk ends where no token of it sees a later one. Rank r has the rows turned by r.
     """
-    buffers, pages = fill_with_nan(runner.allocate()), shuffled_pages(0, [range(LENGTH)] * 4)
+    pages = shuffled_pages(0, [range(LENGTH)] * 4)
     found = [[[] for _ in sequences] for _ in range(devices)]
     borders = []
     for sequence in sequences:
@@ -110,7 +110,7 @@ def run(runner, sequences, *, decoded, devices):
             for i, _, start, stop in order:
                 found[rank][i].append(logits[rank, token : token + stop - start])
                 token += stop - start
-    return [[np.concatenate(parts) for parts in of_rank] for of_rank in found]
+    return [[np.concatenate(parts) for parts in of_rank] for of_rank in found], buffers
 
 
 def dense_llama(name: str, sequence: Sequence) -> np.ndarray:
@@ -158,29 +158,34 @@ def test_logits_equal_a_dense_model(devices, micro_batches, compilations):
     """In chunks and token by token, on every rank, with every batch of the two programs."""
     runner = make_runner("llama", BOTH, devices=devices, micro_batches=micro_batches)
     runner.compile_all([PREFILL, DECODE])
-    before = None
+    buffers = fill_with_nan(runner.allocate())
+    before = compilations()
     for seed in range(4):
         rng = np.random.default_rng(seed)
         lengths = rng.integers(10, 28, 3)
         sequences = [sequence_of(rng, int(length), 8) for length in lengths]
         expected = [dense_llama("llama", sequence) for sequence in sequences]
-        for of_rank in run(runner, sequences, decoded=2, devices=devices):
+        results, buffers = run(runner, buffers, sequences, decoded=2, devices=devices)
+        for of_rank in results:
             for found, logits in zip(of_rank, expected, strict=True):
                 np.testing.assert_allclose(found, logits, atol=1e-4, rtol=0)
-        before = compilations() if before is None else before
     assert compilations() == before
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_micro_batches_and_devices_equal_the_whole(name):
-    """Latent attention; and layers with a window, and sinks."""
+    """Prompts in two chunks: latent attention; and layers with a window, and sinks."""
     whole = make_runner(name, BOTH)
     rng = np.random.default_rng(7)
     features = whole.config.rotary.dim // 2
     sequences = [sequence_of(rng, length, features) for length in (20, 13, 17)]
-    (expected,) = run(whole, sequences, decoded=1, devices=1)
+    (expected,), buffers = run(
+        whole, fill_with_nan(whole.allocate()), sequences, decoded=0, devices=1
+    )
     split = make_runner(name, BOTH, devices=2, micro_batches=2)
-    for of_rank in run(split, sequences, decoded=1, devices=2):
+    results, _ = run(split, fill_with_nan(split.allocate()), sequences, decoded=0, devices=2)
+    for of_rank in results:
         for found, logits in zip(of_rank, expected, strict=True):
             np.testing.assert_allclose(found, logits, atol=2e-5, rtol=0)
     # The spans count: without them the first of the run would not see the last.
@@ -188,7 +193,7 @@ def test_micro_batches_and_devices_equal_the_whole(name):
         dataclasses.replace(s, spans=np.minimum(s.spans, np.arange(len(s.tokens))[:, None]))
         for s in sequences
     ]
-    (other,) = run(whole, causal, decoded=1, devices=1)
+    (other,), _ = run(whole, buffers, causal, decoded=0, devices=1)
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(other, expected, strict=True))
 
 
