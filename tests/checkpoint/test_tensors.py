@@ -325,7 +325,7 @@ def test_tensors_lie_where_the_header_says_and_not_in_its_order(tmp_path: Path) 
     """With metadata that is null, which other writers leave, and tensors without elements."""
     header = {
         "__metadata__": None,
-        "second": entry(8, 16),
+        "after": entry(8, 16),
         "empty": entry(8, 8, [3, 0]),
         "first": entry(0, 8),
         "none": entry(16, 16, [0]),
@@ -334,7 +334,7 @@ def test_tensors_lie_where_the_header_says_and_not_in_its_order(tmp_path: Path) 
     write(tmp_path / headers.SINGLE_FILE, header, data)
     folder = TensorFolder.open(tmp_path)
     np.testing.assert_array_equal(folder.read("first"), [0, 1])
-    np.testing.assert_array_equal(folder.read("second"), [2, 3])
+    np.testing.assert_array_equal(folder.read("after"), [2, 3])
     assert folder.read("empty").shape == (3, 0)
 
 
