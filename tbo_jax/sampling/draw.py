@@ -79,7 +79,8 @@ def sample(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
 
     Temperature, then top-k, then top-p over the renormalised rest, then min-p. Tokens that tie with
     the last one kept by top-k or top-p are all kept. The draw is Gumbel-max with a threefry key of
-    the row's seed and step only, so that a request gets the same tokens in any row of any batch.
+    the row's seed and step only, so that the same logits give a request the same token in any row
+    of any batch.
 
     Logits may be -inf (a token ruled out). A row with NaN or +inf, or with nothing finite, gets
     `NOT_FINITE`, which is no token. Rows are independent; with rows over several devices call it

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -199,7 +200,8 @@ class ModelRunner:
         Args:
             bucket: shape of `batch`.
             buffers: donated; use the returned ones from here on.
-            batch: leaves [R, ...] (`stack_batches`), with the fields that `inputs` names.
+            batch: leaves [R, ...] (`stack_batches`), with the fields that `inputs` names. Arrays of
+                numpy are copied, so that they may be overwritten at once.
             micro_batches: run it with so many; default those of the bucket.
 
         Returns:
@@ -210,6 +212,9 @@ class ModelRunner:
             ValueError: the batch has other fields.
         """
         self.inputs.check(batch, self.config)
+        # A program reads numpy arrays after this returns, on CPU where they are (jax#37830). Small
+        # ones are copied in some 5 us each, and most arrays of a batch are small.
+        batch = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
         batch = over_ranks(batch, self.mesh)
         return self.compile(bucket, micro_batches)(self._weights, buffers, batch)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import threading
+import time
+from concurrent.futures import Future
 
+import jax
 import numpy as np
 import pytest
 
 from tbo_jax import LLM, OverlapConfig, SamplingParams
+from tbo_jax.engine.sharing import FairLock
 from tests.golden_cases import Golden, with_tokenizer
 
 NAME = "qwen3_moe"
@@ -181,6 +187,325 @@ def test_an_interrupted_step_leaves_a_usable_engine(llm, monkeypatch):
     monkeypatch.undo()
     assert not llm.engine.has_work
     assert [c.token_ids for c in llm.generate(GOLDEN.prompts, greedy())] == GOLDEN.greedy
+
+
+# Several callers
+
+
+class Patient(threading.Thread):
+    """Runs a function; `result` gives what it returned, or raises what it raised."""
+
+    def __init__(self, function, *args):
+        super().__init__(daemon=True)
+        self.outcome = Future()
+        self.work = function, args
+        self.start()
+
+    def run(self):
+        function, args = self.work
+        try:
+            self.outcome.set_result(function(*args))
+        except BaseException as error:
+            self.outcome.set_exception(error)
+
+    def result(self):
+        return self.outcome.result(timeout=300)
+
+
+def wait_for(condition):
+    for _ in range(30_000):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail("nothing came")
+
+
+def test_threads_generate_together(llm):
+    """More prompts than rows; each call gets the events of its own requests, in order."""
+    wanted = [greedy(8 + i, temperature=0.5 * (i % 2), seed=i) for i in range(9)]
+    prompts = [GOLDEN.prompts[i % 3] for i in range(9)]
+    expected = [c.token_ids for c in llm.generate(prompts, wanted)]
+    events = [[] for _ in prompts]
+    start = threading.Barrier(3)
+
+    def call(first):
+        def on_token(index, event):
+            events[first + 3 * index].append(event)
+
+        start.wait()
+        return llm.generate(prompts[first::3], wanted[first::3], on_token)
+
+    threads = [Patient(call, first) for first in range(3)]
+    found = [thread.result() for thread in threads]
+    for index, tokens in enumerate(expected):
+        done = found[index % 3][index // 3]
+        assert done.token_ids == tokens == [event.token_id for event in events[index]]
+        assert done.text == "".join(event.text for event in events[index])
+    assert not llm.engine.has_work and not llm.engine._running and not llm.engine._events
+    stats = llm.statistics
+    assert stats["seconds"] == llm.statistics["seconds"]  # no call is under way
+
+
+def test_on_token_may_generate(llm):
+    inner = []
+
+    def on_token(index, event):
+        if index == 1 and len(inner) < 2:
+            inner.append([c.token_ids for c in llm.generate(GOLDEN.prompts[1:], greedy())])
+
+    outer = llm.generate(GOLDEN.prompts, greedy(), on_token)
+    assert [c.token_ids for c in outer] == GOLDEN.greedy
+    assert inner == [GOLDEN.greedy[1:]] * 2
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("where", ["dispatch", "commit"])
+def test_a_step_that_fails_in_one_call_loses_no_request_of_another(
+    llm, monkeypatch, failure, where
+):
+    """The other call has tokens, some of them not read yet, and requests that wait."""
+    target, name = {
+        "dispatch": (llm.engine.runner, "step"),
+        "commit": (llm.engine.scheduler, "commit"),
+    }[where]
+    original, events = getattr(target, name), []
+
+    def failing(*args):
+        monkeypatch.setattr(target, name, original)
+        if where == "dispatch":
+            original(*args)  # has taken the donated buffers
+        raise failure("mine")
+
+    def on_token(index, event):
+        events.append((index, event.token_id, event.text))
+        if len(events) == 7:
+            monkeypatch.setattr(target, name, failing)
+            with pytest.raises(failure, match="mine"):
+                llm.generate(GOLDEN.prompts[:2], greedy())
+            llm.engine.check()
+
+    found = llm.generate(GOLDEN.prompts, greedy(), on_token)
+    assert [c.token_ids for c in found] == GOLDEN.greedy
+    for index, done in enumerate(found):
+        assert [token for i, token, _ in events if i == index] == done.token_ids
+        assert "".join(text for i, _, text in events if i == index) == done.text
+    assert not llm.engine._running
+
+
+def test_an_exception_in_one_thread_ends_the_requests_of_its_call_only(llm):
+    started = threading.Event()
+
+    def explode(index, event):
+        started.set()
+        wait_for(lambda: len(llm.engine._running) > 3)  # those of the other call
+        raise KeyError("mine")
+
+    def fail():
+        with pytest.raises(KeyError, match="mine"):
+            llm.generate(GOLDEN.prompts, greedy(), explode)
+
+    failing = Patient(fail)
+    assert started.wait(300)
+    other = Patient(llm.generate, GOLDEN.prompts, greedy())
+    failing.result()
+    assert [c.token_ids for c in other.result()] == GOLDEN.greedy
+    assert not llm.engine._running
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["on_token", "another thread"])
+def test_an_aborted_request_gives_what_it_has(llm, thread):
+    before = llm.statistics["finished"]
+    events = []
+
+    def on_token(index, event):
+        if index == 1:
+            events.append(event)
+        if len(events) == 3 and event is events[2]:
+            call = llm.abort if index else llm.engine.abort
+            assert Patient(call, event.request_id).result() if thread else call(event.request_id)
+            assert not call(event.request_id)
+
+    found = llm.generate(GOLDEN.prompts, greedy(), on_token)
+    assert [c.finish_reason for c in found] == ["length", "abort", "length"]
+    assert [found[0].token_ids, found[2].token_ids] == [GOLDEN.greedy[0], GOLDEN.greedy[2]]
+    assert 3 <= len(found[1].token_ids) < 16
+    assert found[1].token_ids == GOLDEN.greedy[1][: len(found[1].token_ids)]
+    assert found[1].error is None
+    assert (events[-1].token_id, events[-1].finish_reason) == (None, "abort")
+    assert found[1].text == "".join(event.text for event in events)
+    assert [event.token_id for event in events[:-1]] == found[1].token_ids
+    after = llm.statistics["finished"]
+    assert {reason: after[reason] - before[reason] for reason in after} == {
+        "stop": 0, "length": 2, "abort": 1, "error": 0,
+    }  # fmt: skip
+
+
+def test_an_abort_gives_the_text_that_was_held_back(llm):
+    """A stop string had begun."""
+    stop = f"w{GOLDEN.greedy[0][2]} w{GOLDEN.greedy[0][3]} never"
+    texts = []
+
+    def on_token(index, event):
+        texts.append(event.text)
+        if len(texts) == 4:
+            assert texts[3] == ""
+            llm.abort(event.request_id)
+
+    (done,) = llm.generate(GOLDEN.prompts[:1], greedy(stop=(stop,)), on_token)
+    assert done.text == "".join(texts) == " ".join(f"w{t}" for t in GOLDEN.greedy[0][:4])
+
+
+def test_requests_of_two_owners_and_one_that_nobody_takes(llm):
+    engine = llm.engine
+    mine = engine.add(GOLDEN.prompts[0], greedy(3))
+    (done,) = llm.generate(GOLDEN.prompts[1:2], greedy(6))
+    assert done.token_ids == GOLDEN.greedy[1][:6]
+    assert engine.has_work
+    assert [event.token_id for event in engine.step()] == GOLDEN.greedy[0][:3]
+    assert engine.pop(mine)[0].finish_reason == "length"
+    gone = []
+
+    def take_out(index, event):
+        gone.append(event.request_id)
+        engine.abort(event.request_id)
+        engine.pop(event.request_id)
+
+    with pytest.raises(RuntimeError, match=r"requests \[\d+\] are no longer in the engine"):
+        llm.generate(GOLDEN.prompts[:1], greedy(), take_out)
+    assert len(gone) == 1 and not engine.has_work and not engine._events
+
+
+def test_of_several_processes_one_thread_calls(llm, monkeypatch):
+    """Another one's requests would come at another step in each process."""
+    refused = []
+
+    def on_token(index, event):
+        if not refused:
+            with monkeypatch.context() as patch:
+                patch.setattr(jax, "process_count", lambda: 2)
+                for call in (lambda: llm.generate(["w1"]), lambda: llm.abort(event.request_id)):
+                    with pytest.raises(RuntimeError, match="call it from one thread") as error:
+                        Patient(call).result()
+                    refused.append(str(error.value).split()[0])
+
+    found = llm.generate(GOLDEN.prompts, greedy(), on_token)
+    assert refused == ["generate", "abort"]
+    assert [c.token_ids for c in found] == GOLDEN.greedy
+
+
+def test_the_lock_is_fair_and_survives_an_interrupt():
+    lock, order, threads = FairLock(), [], []
+
+    def take(number):
+        for _ in range(2):
+            with lock:
+                order.append(number)
+
+    with lock, lock:
+        for number in range(5):
+            threads.append(Patient(take, number))
+            wait_for(lambda: len(lock._queue) == len(threads) + 1)
+    for thread in threads:
+        thread.result()
+    assert order[:5] == list(range(5)) and sorted(order[5:]) == list(range(5))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def take_in_vain():
+        patient, lock._changed.wait_for = lock._changed.wait_for, interrupted
+        try:
+            take(5)
+        finally:
+            lock._changed.wait_for = patient
+
+    with lock, pytest.raises(KeyboardInterrupt):
+        Patient(take_in_vain).result()
+    Patient(take, 6).result()
+    assert order[10:] == [6, 6]
+
+
+# What is asked for
+
+
+def test_prompts_and_params_may_come_one_by_one(llm):
+    prompts = (iter(prompt) for prompt in GOLDEN.prompts)
+    found = llm.generate(prompts, (greedy(count) for count in (1, 2, 3)))
+    assert [c.token_ids for c in found] == [GOLDEN.greedy[i][: i + 1] for i in range(3)]
+    assert [c.prompt for c in found] == GOLDEN.prompts
+    assert llm.generate([]) == []
+
+    def failing():
+        yield GOLDEN.prompts[0]
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        llm.generate(failing())
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"ab", {"role": "user"}, {"a", "b"}, 1.5])
+def test_prompts_of_no_known_kind_are_refused(llm, prompts):
+    with pytest.raises(ValueError, match="prompts is .*: expected a text, or a list of prompts"):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (itertools.repeat(SamplingParams()), "3 prompts and more SamplingParams"),
+        ({"temperature": 1}, "params must be SamplingParams, or one for each prompt"),
+        ("greedy", "params must be SamplingParams, or one for each prompt"),
+        (0.5, "params must be SamplingParams, or one for each prompt"),
+        ([None] * 3, "params must be SamplingParams, got None"),
+    ],
+)
+def test_params_of_another_kind_are_refused(llm, params, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(GOLDEN.prompts, params)
+
+
+def test_an_on_token_that_cannot_be_called_is_refused(llm):
+    with pytest.raises(ValueError, match="on_token is 'print': expected a function"):
+        llm.generate(GOLDEN.prompts, greedy(), "print")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([1, 2.0], greedy(), "prompt token id 2.0: expected an integer"),
+        ([True], greedy(), "prompt token id True: expected an integer"),
+        (["1"], greedy(), "prompt token id '1': expected an integer"),
+        (np.ones((2, 2), np.int32), greedy(), "prompt token id array.*: expected an integer"),
+        ([1, -1], greedy(), "prompt token id -1 is outside the vocabulary of 160"),
+        ([160], greedy(), "prompt token id 160 is outside the vocabulary of 160"),
+        ("w1 w2", greedy(), "the prompt is 'w1 w2': expected token ids"),
+        (7, greedy(), "the prompt is 7: expected token ids"),
+        ([1], None, "params is None: expected SamplingParams"),
+        ([], greedy(), "has an empty prompt"),
+    ],
+)
+def test_add_checks_what_it_gets(llm, prompt, params, message):
+    with pytest.raises(ValueError, match=message):
+        llm.engine.add(prompt, params)
+    assert not llm.engine.has_work and not llm.engine._running
+
+
+def test_pop_checks_what_it_gets(llm):
+    engine = llm.engine
+    request_id = engine.add(np.array(GOLDEN.prompts[0], np.uint8), greedy(1))
+    with pytest.raises(ValueError, match=f"request {request_id} is not finished"):
+        engine.pop(request_id)
+    with pytest.raises(ValueError, match="there is no request 10000"):
+        engine.pop(10_000)
+    while not engine.step():
+        pass
+    request, text = engine.pop(request_id)
+    assert request.prompt_token_ids == tuple(GOLDEN.prompts[0])
+    assert {type(token) for token in request.token_ids} == {int}
+    assert text == f"w{GOLDEN.greedy[0][0]}"
+    with pytest.raises(ValueError, match=f"there is no request {request_id}"):
+        engine.pop(request_id)
+    assert not engine.abort(request_id)
 
 
 @pytest.mark.parametrize("prompt", [None, 5, b"ab", {"role": "user"}, [1.5], [True]])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.random import threefry_2x32
 
 import tbo_jax.sampling.params
 from tbo_jax.sampling.draw import NOT_FINITE, SamplingInputs, greedy, kept_tokens, sample
@@ -169,6 +170,14 @@ def test_top_p_acts_on_what_top_k_left() -> None:
     assert after.tolist() == [[True, False, False, False]]
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 2), (0.5, 4), (0.75, 6)])
+def test_top_p_that_is_reached_exactly_needs_no_more(top_p: float, kept: int) -> None:
+    # So high a temperature makes all weights 1, and leaves the order of the logits.
+    logits = jnp.arange(8.0)[None]
+    found = jit_kept(logits, inputs_of([SamplingParams(1, 1e30, 0, top_p)]))
+    assert found.tolist() == [[False] * (8 - kept) + [True] * kept]
+
+
 def test_temperature_comes_before_the_filters() -> None:
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 2))
     rows = [SamplingParams(1, 1.0, 0, 0.55), SamplingParams(1, 4.0, 0, 0.55)]
@@ -295,6 +304,30 @@ def test_kept_set_is_the_same_bit_for_bit_in_any_batch() -> None:
     for start, size in ((0, 1), (15, 1), (3, 7)):
         part = jit_kept(logits[start : start + size], inputs_of(rows[start : start + size]))
         assert np.array_equal(part, whole[start : start + size])
+
+
+# The random bits of token 62 of 64 are 0 or 1 with this seed: one draw in 2^31 is so small.
+RARE_SEED, RARE_TOKEN = 17061364, 62
+
+
+def test_the_smallest_draw_is_half_a_step() -> None:
+    """Its exponential is 2^-32: not 0, which would divide by it, nor a whole step."""
+    logits = np.zeros((1, 64), np.float32)
+    inputs = inputs_of([SamplingParams(temperature=1.0, seed=RARE_SEED)])
+    assert jit_sample(logits, inputs)[0] == RARE_TOKEN
+    key = jax.random.fold_in(jax.random.wrap_key_data(inputs.seed[0], impl="threefry2x32"), 0)
+    bits = np.asarray(threefry_2x32(jax.random.key_data(key), jnp.arange(64, dtype=jnp.uint32)))
+    assert bits[RARE_TOKEN] in (0, 1)
+    # The best of the others has the smallest exponential.
+    exponential = -np.log1p(-((bits >> 1) + 0.5) * 2.0**-31)
+    other = np.argsort(exponential)[1]
+    for factor, winner in ((1.2, RARE_TOKEN), (0.8, other)):
+        even = np.log(factor * 2.0**-32 / exponential[other])
+        logits[0, RARE_TOKEN] = even
+        assert jit_sample(logits, inputs)[0] == winner
+    # A token that is ruled out does not win by it.
+    logits[0, RARE_TOKEN] = -np.inf
+    assert jit_sample(logits, inputs)[0] == other
 
 
 def test_seed_words_and_step_all_matter() -> None:

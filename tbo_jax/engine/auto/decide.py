@@ -8,6 +8,7 @@ timed and the split program is not even compiled.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,7 @@ def decide(
     timed = [bucket for bucket in timed if bucket not in decisions]
     measured = _compare(runner, timed, seconds, gather, "now")
     decisions |= measured
+    decisions |= {b: Decision(1, "no time could be taken", {}) for b in timed if b not in measured}
 
     for bucket, decision in decisions.items():
         logger.debug("%s: %d micro-batch(es): %s", bucket, decision.micro_batches, decision.reason)
@@ -169,7 +171,7 @@ def _compare(
     gather: Gather,
     when: str,
 ) -> dict[Bucket, Decision]:
-    """Decisions from the seconds of process 0, for those of `buckets` that it has any of."""
+    """Decisions from the seconds of process 0, for those of `buckets` that it has all of."""
     if not buckets:
         return {}
     counts = {bucket: runner.overlap.candidates(bucket.tokens) for bucket in buckets}
@@ -177,7 +179,7 @@ def _compare(
     rows = gather(np.array(mine, np.float64))[0].tolist()
     decisions = {}
     for bucket, row in zip(buckets, rows, strict=True):
-        if not np.isnan(row).any():
+        if all(math.isfinite(value) and value > 0 for value in row):
             times = dict(zip(counts[bucket], row, strict=True))
             decisions[bucket] = Decision(fastest(times), _explain(times, when), times)
     return decisions

@@ -134,6 +134,18 @@ def test_the_median_counts_and_the_programs_take_turns():
     assert len(of_decode) == 2 * (ROUNDS + 1)
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), 0.0, -1.0])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_time_that_is_none_decides_nothing(cache_folder, count, broken):
+    """Of either program; the other bucket is decided as ever, and the first is timed again."""
+    times = table({DECODE: SPLIT_WINS | {count: broken}, PREFILL: SPLIT_WINS})
+    decisions = decide_with(StandIn(), times)
+    assert counts(decisions) == [1, 2]
+    assert (decisions[DECODE].reason, decisions[DECODE].seconds) == ("no time could be taken", {})
+    assert len(list(cache_folder.iterdir())) == 1
+    assert counts(decide_with(StandIn(), table({DECODE: SPLIT_WINS}))) == [2, 2]
+
+
 def test_the_reason_and_the_log_say_by_how_much(caplog):
     caplog.set_level(logging.DEBUG, "tbo_jax")
     decisions = decide_with(StandIn(), table({DECODE: TIE, PREFILL: SPLIT_WINS}))

@@ -212,6 +212,22 @@ def test_the_youngest_is_preempted_and_computed_anew() -> None:
     assert young.token_ids[:-1] == tokens
 
 
+def test_one_that_comes_back_to_a_rank_stands_before_younger_ones() -> None:
+    scheduler = scheduler_of(num_ranks=2, num_pages=6, max_tokens=32)
+    first, full, old = make(0, 7), make(1, 17), make(2, 7)
+    for request in (first, full, old):
+        scheduler.add(request)
+    step(scheduler)
+    assert [r.rank for r in (first, full, old)] == [0, 1, 0]
+    scheduler.finish(full, "stop")
+    young = make(3, 1)
+    scheduler.add(young)
+    while not old.num_preemptions:
+        step(scheduler)
+    assert [r.rank for r in (first, old, young)] == [0, 1, 1]
+    assert step(scheduler) == [[(0, 1, True)], [(2, 1, True), (3, 1, True)]]
+
+
 def test_a_second_plan_needs_the_first_one_closed() -> None:
     scheduler = scheduler_of()
     scheduler.add(make(0, 3))
@@ -415,10 +431,32 @@ def test_drafts_are_accepted_as_far_as_they_are_what_was_sampled() -> None:
     assert plan.sequences[0].accept([4, 6, 7, 9]) == [4]
     with pytest.raises(ValueError, match="expected some of its drafts"):
         scheduler.commit(plan, {0: [5, 7, 1], 1: [3]})
+    with pytest.raises(ValueError, match=r"requests \[0\] stopped; expected some of the sampled"):
+        scheduler.commit(plan, {0: [], 1: [3]}, {0})  # by which token?
+    with pytest.raises(ValueError, match=r"requests \[7\] failed; expected some of the sampled"):
+        scheduler.commit(plan, {0: [5], 1: [3]}, (), {7: "broken"})
+    with pytest.raises(ValueError, match=r"got tokens \[3\] of request 1"):
+        scheduler.commit(plan, {0: [5], 1: [3]}, (), {1: "broken"})
     scheduler.commit(plan, {0: [5, 6, 8], 1: [3]})
     assert [r.generated_token_ids for r in requests] == [[7, 5, 6, 8], [7, 3]]
     assert [r.num_uncomputed for r in requests] == [1, 1]
     assert scheduler.statistics.generated_tokens == 6
+
+
+def test_a_sequence_with_drafts_may_get_none_and_is_where_it_was() -> None:
+    request = make(0, 3)
+    scheduler = decoding(request)
+    for tokens in ([], [5], []):
+        before = list(request.token_ids)
+        plan = scheduler.schedule(lambda request: [5] * 9)
+        assert scheduler.commit(plan, {0: tokens}) == []
+        scheduler.check()
+        assert request.token_ids == before + tokens and request.num_uncomputed == 1
+        assert len(request.pages) == -(-request.num_tokens // 4)
+    plan = scheduler.schedule()
+    assert scheduler.commit(plan, {0: []}, (), {0: "broken"}) == [request]
+    assert (request.finish_reason, request.error) == ("error", "broken")
+    assert request.generated_token_ids == [7, 5]
 
 
 def test_drafts_take_what_budget_room_and_pages_leave() -> None:
