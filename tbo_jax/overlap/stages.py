@@ -103,6 +103,8 @@ def run_layers(
     an array that does not vary over a mesh axis waits for no array that does, so that XLA may
     reorder computes that take nothing else; then turn `check_vma` off, or take a newer JAX.
 
+    An error that a layer raises has a note that says which layer, stage and micro-batch.
+
     Args:
         layers: a sequence of `Layer`s (run unrolled), or `StackedLayers` (run as one `lax.scan`).
         carries: the input of the first layer, one per micro-batch, in the order in which their
@@ -122,7 +124,6 @@ def run_layers(
             that differ in structure.
         TypeError: an argument, a layer or what a stage gives is not what it should be; or several
             micro-batches in a forward-mode derivative (`jax.jvp`), which they do not have.
-        An error that a layer raises has a note that says which layer, stage and micro-batch.
     """
     _check_arguments(layers, carries, contexts, cache, head)
     lanes = [_Lane(n, *c) for n, c in enumerate(zip(contexts, carries, strict=True))]
