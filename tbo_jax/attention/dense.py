@@ -14,7 +14,6 @@ def dense_causal_attention(
     length: int,
     scale: float,
     sliding_window: int | None = None,
-    soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention within each of T / length sequences laid out one after another.
@@ -24,7 +23,7 @@ def dense_causal_attention(
         length: tokens of each sequence.
         scale: factor of the scores.
         sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
-        soft_cap, sinks: see `AttentionKernel`.
+        sinks: see `AttentionKernel`.
 
     Returns:
         [T, N, V].
@@ -35,8 +34,6 @@ def dense_causal_attention(
     k = keys.reshape(-1, length, kv_heads, head_dim)
     v = values.reshape(-1, length, kv_heads, value_dim)
     scores = jnp.einsum("bqgnh,bsgh->bgnqs", q, k, preferred_element_type=jnp.float32) * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
     at = jnp.arange(length)
     seen = at[None, :] <= at[:, None]
     if sliding_window is not None:

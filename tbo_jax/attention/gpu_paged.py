@@ -70,9 +70,8 @@ class GpuAttention(AttentionKernel):
         return max(1, QUERY_ROWS // _power_of_two(self.shape.group))
 
     def __call__(
-        self, queries, cache, batch, work, *, query_block, scale, sliding_window=None,
-        soft_cap=None, sinks=None,
-    ):  # fmt: skip
+        self, queries, cache, batch, work, *, query_block, scale, sliding_window=None, sinks=None
+    ):
         tokens, heads, head_dim = queries.shape
         page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
         latent, value_dim = self.shape.latent, self.shape.value_elements
@@ -100,7 +99,6 @@ class GpuAttention(AttentionKernel):
             page_size=page_size,
             scale=scale,
             window=context + 1 if sliding_window is None else sliding_window,
-            soft_cap=soft_cap,
             splits=splits,
             limits=len(limits),
         )
@@ -159,7 +157,7 @@ def _join(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
 
 def _kernel(
     first_page, row_ref, first_token, num_queries, first_position, table, sinks, q_ref, *refs,
-    rows, key_block, value_dim, kv_heads, group, share, page_size, scale, window, soft_cap, splits,
+    rows, key_block, value_dim, kv_heads, group, share, page_size, scale, window, splits,
     limits=0,
 ):  # fmt: skip
     """One work item, `share` of the heads of one key/value head, one part of the context.
@@ -237,8 +235,6 @@ def _kernel(
                 plgpu.dot(q, k.T, precision=precision) for q, k in zip(queries, keys, strict=True)
             ]
             scores = sum(products[1:], products[0]) * scale
-            if soft_cap is not None:
-                scores = soft_cap * _tanh(scores / soft_cap)
             seen = (key[None, :] <= highest[:, None]) & (key[None, :] > position[:, None] - window)
             if lowest is not None:
                 seen &= key[None, :] >= lowest[:, None]
@@ -274,7 +270,3 @@ def _kernel(
 def _power_of_two(size: int) -> int:
     """The first that is not below `size`."""
     return 1 << (size - 1).bit_length()
-
-
-def _tanh(x: jax.Array) -> jax.Array:
-    return 2 * jax.nn.sigmoid(2 * x) - 1

@@ -114,7 +114,6 @@ class AttentionKernel(abc.ABC):
         query_block: int,
         scale: float,
         sliding_window: int | None = None,
-        soft_cap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Attention of each token to its sequence's keys, its own included.
@@ -128,7 +127,6 @@ class AttentionKernel(abc.ABC):
             query_block: queries of a sequence that are computed together.
             scale: factor of the scores.
             sliding_window: a token sees itself and the `sliding_window - 1` keys before it.
-            soft_cap: scores s become `cap * tanh(s / cap)` (Gemma 2).
             sinks: [N], of each head a score that every softmax has one of beside those of the keys,
                 and that has no value (gpt-oss; Xiao et al. 2023 on what sinks do).
 

@@ -69,9 +69,8 @@ class XlaAttention(AttentionKernel):
         return QUERY_BLOCK
 
     def __call__(
-        self, queries, cache, batch, work, *, query_block, scale, sliding_window=None,
-        soft_cap=None, sinks=None,
-    ):  # fmt: skip
+        self, queries, cache, batch, work, *, query_block, scale, sliding_window=None, sinks=None
+    ):
         tokens, heads, head_dim = queries.shape
         value_dim = self.shape.value_elements
         page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
@@ -123,8 +122,6 @@ class XlaAttention(AttentionKernel):
             key, value = read(index)
             scores = jnp.einsum("wgqh,wsgh->wgqs", q, key, preferred_element_type=jnp.float32)
             scores *= scale
-            if soft_cap is not None:
-                scores = soft_cap * jnp.tanh(scores / soft_cap)
             seen = live[:, :, None] & (key_position <= highest[:, :, None])
             seen &= key_position > lowest[:, :, None]
             seen = jnp.broadcast_to(

@@ -74,9 +74,8 @@ class TpuAttention(AttentionKernel):
         return super().plan(batch, query_block, buffer)
 
     def __call__(
-        self, queries, cache, batch, work, *, query_block, scale, sliding_window=None,
-        soft_cap=None, sinks=None,
-    ):  # fmt: skip
+        self, queries, cache, batch, work, *, query_block, scale, sliding_window=None, sinks=None
+    ):
         if sinks is not None:
             raise ValueError("sinks are not supported by the TPU kernel: expected None")
         if batch.mask_offsets is not None:
@@ -85,7 +84,7 @@ class TpuAttention(AttentionKernel):
             _warn(*batch.page_table.shape)
             return XlaAttention(self.shape)(
                 queries, cache, batch, work, query_block=query_block, scale=scale,
-                sliding_window=sliding_window, soft_cap=soft_cap,
+                sliding_window=sliding_window,
             )  # fmt: skip
         key_lens, table, cu_query_lens, count = live_rows(batch)
         out = shipped.ragged_paged_attention(
@@ -97,7 +96,6 @@ class TpuAttention(AttentionKernel):
             count,
             sm_scale=scale,
             sliding_window=sliding_window,
-            soft_cap=soft_cap,
             # Given: the kernel's own table asks for the device that is there; there may be none.
             num_kv_pages_per_block=pages_per_block(cache, table.shape[1]),
             num_queries_per_block=query_block,

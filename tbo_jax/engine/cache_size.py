@@ -23,8 +23,8 @@ def longest_context(config: EngineConfig, decoder: DecoderConfig) -> int:
     most = decoder.max_position_embeddings
     if config.max_context is not None and config.max_context > most:
         raise ValueError(
-            f"max_context {config.max_context} is out of range: expected 2 to {most}, the model's "
-            "max_position_embeddings"
+            f"max_context {config.max_context} is out of range: expected 2 to {most}, what the "
+            "model was made for"
         )
     return most if config.max_context is None else config.max_context
 

@@ -134,7 +134,6 @@ class Options:
     """Of attention, for every implementation of it."""
 
     window: int | None = None
-    soft_cap: float | None = None
     with_sinks: bool = False
 
     def sinks(self, heads: int) -> np.ndarray | None:
@@ -143,7 +142,7 @@ class Options:
 
     def arguments(self, heads: int) -> dict[str, Any]:
         """As the implementations take them."""
-        return dict(sliding_window=self.window, soft_cap=self.soft_cap, sinks=self.sinks(heads))
+        return dict(sliding_window=self.window, sinks=self.sinks(heads))
 
 
 def with_mask(case: Case, entries: int, seed: int) -> Case:
@@ -168,7 +167,7 @@ def with_mask(case: Case, entries: int, seed: int) -> Case:
 
 def reference(case: Case, options: Options = Options()) -> np.ndarray:
     """[live tokens, N, V] float32: every query against all keys of its sequence at once."""
-    shape, window, soft_cap = case.shape, options.window, options.soft_cap
+    shape, window = case.shape, options.window
     sinks = options.sinks(shape.heads)
     width = shape.value_dim or shape.head_dim
     outs, start = [], 0
@@ -189,8 +188,6 @@ def reference(case: Case, options: Options = Options()) -> np.ndarray:
                 seen = slice(first, max(first, last + 1))
                 query = case.queries[start + number, head].astype(np.float32)
                 scores = keys[seen, group].astype(np.float32) @ query * np.float32(shape.scale)
-                if soft_cap is not None:
-                    scores = soft_cap * np.tanh(scores / soft_cap)
                 if sinks is not None:
                     scores = np.append(scores, np.float32(sinks[head]))
                 weights = np.exp(scores - scores.max())

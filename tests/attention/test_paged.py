@@ -95,7 +95,7 @@ def check(
     [
         (1, PLAIN),
         (16, PLAIN),
-        (16, Options(window=5, soft_cap=2.0)),
+        (16, Options(window=5)),
         (16, Options(with_sinks=True)),
         (1, Options(window=150, with_sinks=True)),
     ],
@@ -235,7 +235,7 @@ def test_work_items_cover_every_token_once(query_block: int) -> None:
     [
         (SHAPE, PLAIN),
         (SHAPE, Options(window=3)),
-        (SHAPE, Options(window=3, soft_cap=2.0, with_sinks=True)),
+        (SHAPE, Options(window=3, with_sinks=True)),
         (LATENT, PLAIN),
     ],
 )

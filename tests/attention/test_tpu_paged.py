@@ -29,13 +29,13 @@ SHAPE = Shape(8, 2, 128, jnp.bfloat16, page_size=16, pages_per_row=4, tokens=12,
 
 
 def stand_in(
-    queries, pages, key_lens, table, cu_query_lens, count, *, sm_scale, sliding_window, soft_cap,
+    queries, pages, key_lens, table, cu_query_lens, count, *, sm_scale, sliding_window,
     num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes,
 ):  # fmt: skip
     """The kernel's contract, all keys of a token at once; what it leaves unwritten is NaN."""
     tpu_paged.shipped.static_validate_inputs(
         queries, pages, key_lens, table, cu_query_lens, count, sm_scale=sm_scale,
-        sliding_window=sliding_window, soft_cap=soft_cap,
+        sliding_window=sliding_window,
         num_kv_pages_per_block=num_kv_pages_per_block,
         num_queries_per_block=num_queries_per_block, vmem_limit_bytes=vmem_limit_bytes,
     )  # fmt: skip
@@ -48,8 +48,6 @@ def stand_in(
     group = queries.shape[1] // (held.shape[2] // 2)
     keys, values = (jnp.repeat(held[:, :, n::2], group, axis=2) for n in range(2))
     scores = jnp.einsum("tnh,tsnh->tns", queries.astype(jnp.float32), keys) * sm_scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
     key = jnp.arange(keys.shape[1])
     seen = key <= position[:, None]
     if sliding_window is not None:
@@ -96,7 +94,7 @@ def check(case: Case, out: jax.Array, options: Options = PLAIN) -> None:
     assert not found[count:].any()
 
 
-@pytest.mark.parametrize("options", [PLAIN, Options(window=5, soft_cap=3.0)], ids=str)
+@pytest.mark.parametrize("options", [PLAIN, Options(window=5)], ids=str)
 @settings(max_examples=15, deadline=None)
 @given(mixes(SHAPE), st.integers(0, 99), st.sampled_from([0, 1]))
 @example(([], []), 0, 0)
@@ -145,8 +143,8 @@ def test_a_table_too_large_for_scalar_memory_is_read_by_xla(caplog: Any) -> None
         mock.patch.object(tpu_paged, "SCALAR_MEMORY", 3 * 128 * 4 - 1),
         caplog.at_level(logging.WARNING, "tbo_jax.attention.tpu_paged"),
     ):
-        out = attend(case, Options(window=4, soft_cap=4.0))
-    check(case, out, Options(window=4, soft_cap=4.0))
+        out = attend(case, Options(window=4))
+    check(case, out, Options(window=4))
     assert "a table of 3 x 4 pages is too large" in caplog.text
 
 

@@ -542,7 +542,7 @@ def test_text_prompts_and_statistics(llm):
     ("options", "message"),
     [
         ({"devices": 99}, "99 devices were asked for, 8 exist"),
-        ({"devices": 0}, "0 devices were asked for"),
+        ({"devices": 0}, "devices must be at least 1, got 0"),
         ({"devices": 3}, "8 experts cannot be shared equally by 3 devices"),
         ({"max_context": 1000}, "max_context 1000 is out of range: expected 2 to 128"),
         ({"max_context": 128, "num_pages": 8}, "max_context 128 does not fit: .* 28 tokens"),
