@@ -330,6 +330,13 @@ def test_the_smallest_draw_is_half_a_step() -> None:
     assert jit_sample(logits, inputs)[0] == other
 
 
+def test_the_largest_draw_is_below_one() -> None:
+    """Those bits of token 30 round to 1 in float32, of which the exponential would be infinite."""
+    logits = jnp.zeros((1, 64)).at[0, 30].set(1.0)
+    only = SamplingParams(temperature=1.0, top_k=1, seed=2324146)
+    assert jit_sample(logits, inputs_of([only]))[0] == 30
+
+
 def test_seed_words_and_step_all_matter() -> None:
     logits = jnp.zeros((4, 10_000))
     params = [SamplingParams(temperature=1.0)] * 4
