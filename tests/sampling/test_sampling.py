@@ -161,6 +161,12 @@ def test_ties_with_the_last_kept_token_are_kept() -> None:
     assert kept.tolist() == [[True, True, True, True, False]] * 2
 
 
+@pytest.mark.parametrize(("top_k", "kept"), [(1, 1), (4, 4), (5, 5), (6, 5), (0, 5)])
+def test_top_k_keeps_that_many(top_k: int, kept: int) -> None:
+    found = jit_kept(jnp.arange(5.0)[None], inputs_of([SamplingParams(1, 1.0, top_k)]))
+    assert found.tolist() == [[False] * (5 - kept) + [True] * kept]
+
+
 def test_top_p_acts_on_what_top_k_left() -> None:
     logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
     # The best token has 0.4 of all the mass, and 0.57 of the best two's.
