@@ -161,6 +161,12 @@ def test_ties_with_the_last_kept_token_are_kept() -> None:
     assert kept.tolist() == [[True, True, True, True, False]] * 2
 
 
+@pytest.mark.parametrize(("top_k", "kept"), [(1, 1), (4, 4), (5, 5), (6, 5), (0, 5)])
+def test_top_k_keeps_that_many(top_k: int, kept: int) -> None:
+    found = jit_kept(jnp.arange(5.0)[None], inputs_of([SamplingParams(1, 1.0, top_k)]))
+    assert found.tolist() == [[False] * (5 - kept) + [True] * kept]
+
+
 def test_top_p_acts_on_what_top_k_left() -> None:
     logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
     # The best token has 0.4 of all the mass, and 0.57 of the best two's.
@@ -328,6 +334,13 @@ def test_the_smallest_draw_is_half_a_step() -> None:
     # A token that is ruled out does not win by it.
     logits[0, RARE_TOKEN] = -np.inf
     assert jit_sample(logits, inputs)[0] == other
+
+
+def test_the_largest_draw_is_below_one() -> None:
+    """Those bits of token 30 round to 1 in float32, of which the exponential would be infinite."""
+    logits = jnp.zeros((1, 64)).at[0, 30].set(1.0)
+    only = SamplingParams(temperature=1.0, top_k=1, seed=2324146)
+    assert jit_sample(logits, inputs_of([only]))[0] == 30
 
 
 def test_seed_words_and_step_all_matter() -> None:

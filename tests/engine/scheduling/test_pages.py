@@ -21,6 +21,15 @@ def test_allocation_is_never_partial() -> None:
     assert allocator.allocate(0) == []
 
 
+def test_pages_that_were_freed_last_come_first_in_their_order() -> None:
+    allocator = PageAllocator(9)
+    first, second = allocator.allocate(2), allocator.allocate(3)
+    assert first is not None and second is not None
+    allocator.free(first)
+    allocator.free(second)
+    assert allocator.allocate(5) == [*second, *first]
+
+
 @pytest.mark.parametrize("num_pages", [1, 0, -3])
 def test_a_pool_needs_a_page_besides_padding(num_pages: int) -> None:
     with pytest.raises(ValueError, match=f"num_pages is {num_pages}; expected 2 or more"):

@@ -387,6 +387,22 @@ def test_one_step_ahead_and_no_further() -> None:
     assert step(scheduler) == [[(0, 3, True)]]
 
 
+def test_a_step_that_failed_leaves_all_requests_waiting() -> None:
+    """One that runs, one whose last token is not read, one that waits; and one that was over."""
+    scheduler = scheduler_of(max_sequences=3)
+    requests = [make(0, 3), make(1, 3, max_new_tokens=1), make(2, 3), make(3, 3)]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.advance(scheduler.schedule())
+    scheduler.schedule()
+    requests[2].finish_reason = "stop"  # interrupted there
+    scheduler.start_over()
+    scheduler.check()
+    assert [r.num_tokens for r in requests[:2]] == [3, 3]
+    assert free_pages(scheduler) == [100]
+    assert step(scheduler) == [[(0, 3, True), (1, 3, True), (3, 3, True)]]
+
+
 def test_what_must_preempt_is_not_planned_ahead() -> None:
     scheduler = scheduler_of(num_pages=5)
     scheduler.add(make(0, 4))
