@@ -69,8 +69,8 @@ class Block(nnx.Module):
         x = x + self.attention(self.norm1(x), mask=mask)
         tokens = self.norm2(x).reshape(-1, WIDTH)
         weights, experts = top_k_softmax(self.router(tokens), 2, renormalize=True)
-        message, slots = exchange.pack(tokens, experts, weights)
-        return (x, slots), message, cache
+        message, places = exchange.pack(tokens, experts, weights)
+        return (x, places), message, cache
 
     def run_experts(self, carry, received, cache, exchange):
         rows, experts, weights = exchange.unpack(received)
@@ -79,8 +79,8 @@ class Block(nnx.Module):
         return carry, exchange.pack_results(results, received), cache
 
     def merge(self, carry, received, exchange):
-        x, slots = carry
-        return x + exchange.unpack_results(received, slots).reshape(x.shape)
+        x, places = carry
+        return x + exchange.unpack_results(received, places).reshape(x.shape)
 
     stages = (
         Stage(attend_and_route, lambda message, exchange: exchange.dispatch(message)),

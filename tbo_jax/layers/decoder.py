@@ -115,19 +115,19 @@ class SparseLayer(nnx.Module):
     def route(self, hidden, attended, cache, context: LayerContext):
         hidden = context.tensor.part(hidden) + attended
         normed = self.post_attention_layernorm(hidden)
-        message, slots, cache = self.mlp.route(normed, cache, context)
+        message, places, cache = self.mlp.route(normed, cache, context)
         kept = None if self.mlp.shared_experts is None else normed
-        return (hidden, slots, kept), message, cache
+        return (hidden, places, kept), message, cache
 
     def run_experts(self, carry, received, cache, context: LayerContext):
-        hidden, slots, normed = carry
+        hidden, places, normed = carry
         if normed is not None:
             hidden = hidden + self.mlp.shared(normed)
-        return (hidden, slots), self.mlp.apply(received, context), cache
+        return (hidden, places), self.mlp.apply(received, context), cache
 
     def collect(self, carry, received, cache, context: LayerContext):
-        hidden, slots = carry
-        return None, hidden + context.exchange.unpack_results(received, slots), cache
+        hidden, places = carry
+        return None, hidden + context.exchange.unpack_results(received, places), cache
 
     def attend_and_route(self, hidden, received, cache, context: LayerContext):
         hidden, attended, cache = self.attend(hidden, received, cache, context)

@@ -20,7 +20,7 @@ from tbo_jax.step.inputs import Inputs
 from tbo_jax.step.kernels import Kernels
 from tbo_jax.step.shapes import Bucket
 
-Rows = Literal["last", "all"]  # logits of the last token of each sequence, or of all tokens
+LogitRows = Literal["last", "all"]  # logits of the last token of each sequence, or of all tokens
 
 
 def forward(
@@ -33,7 +33,7 @@ def forward(
     kernels: Kernels,
     exchange: Exchange,
     tensor: TensorParallel,
-    rows: Rows,
+    logits: LogitRows,
     inputs: Inputs,
 ) -> tuple[jax.Array, AttentionBuffers]:
     """Run a batch through the model in so many micro-batches.
@@ -44,7 +44,7 @@ def forward(
         batch: of this rank, of the shape of `bucket`.
         bucket, micro_batches: static.
         kernels, exchange, tensor: what computes and what communicates.
-        rows: whose logits.
+        logits: of which tokens.
         inputs: which optional fields `batch` has.
 
     Returns:
@@ -73,7 +73,7 @@ def forward(
     ]
     carries = [model.embed(part.token_ids, part.inputs_embeds) for part in parts]
     hidden, cache = run_layers(model.layers, carries, contexts, buffers.cache)
-    if rows == "last":
+    if logits == "last":
         tokens = jnp.maximum(batch.cu_query_lens[1:] - 1, 0)
     else:
         tokens = jnp.arange(batch.token_capacity, dtype=jnp.int32)

@@ -27,7 +27,7 @@ from tbo_jax.parallel.processes import over_ranks
 from tbo_jax.parallel.sharding import RANKS, TENSOR, num_ranks, parameter_spec
 from tbo_jax.parallel.tensor_parallel import TensorParallel
 from tbo_jax.step.compiler_options import Options, compiler_options
-from tbo_jax.step.forward import Rows, forward
+from tbo_jax.step.forward import LogitRows, forward
 from tbo_jax.step.inputs import Inputs
 from tbo_jax.step.kernels import choose_kernels
 from tbo_jax.step.shapes import Bucket, CacheConfig, Program
@@ -55,7 +55,7 @@ class ModelRunner:
         overlap: OverlapConfig | None = None,
         transport: Transport = "all_to_all",
         dispatch_dtype: DispatchDtype | None = None,
-        logits: Rows = "last",
+        logits: LogitRows = "last",
         inputs: Inputs | None = None,
     ):
         """Take the model's weights and choose its kernels; nothing is compiled yet.
@@ -307,7 +307,7 @@ class ModelRunner:
                 kernels=self.kernels,
                 exchange=self._exchange,
                 tensor=self.tensor,
-                rows="all" if bucket.drafts else self.logits,
+                logits="all" if bucket.drafts else self.logits,
                 inputs=self.inputs,
             )
             return logits[None], buffers

@@ -40,7 +40,7 @@ class AllGather(Exchange):
     def combine(self, message):
         return jax.lax.psum_scatter(message, self.axis, tiled=True)
 
-    def unpack_results(self, returned, slots):
+    def unpack_results(self, returned, places):
         return returned
 
     def link_bytes(self, tokens, hidden_size, dtype):

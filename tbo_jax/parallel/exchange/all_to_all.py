@@ -56,8 +56,8 @@ class PaddedAllToAll(Exchange):
     def combine(self, message):
         return jax.lax.all_to_all(message, self.axis, 0, 0)
 
-    def unpack_results(self, returned, slots):
-        return sum_returned(returned.reshape(-1, returned.shape[-1]), slots)
+    def unpack_results(self, returned, places):
+        return sum_returned(returned.reshape(-1, returned.shape[-1]), places)
 
     def link_bytes(self, tokens, hidden_size, dtype):
         row = self.form.row_bytes(hidden_size, dtype) + hidden_size * jnp.dtype(dtype).itemsize

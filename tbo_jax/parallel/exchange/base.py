@@ -33,7 +33,7 @@ class Exchange(Protocol):
         """The exchange between the devices of `spec`; ValueError where it cannot be."""
 
     def pack(self, hidden, experts, weights) -> tuple[Any, Any]:
-        """[T, D], [T, K] int32 global ids (negative: no expert), [T, K] -> message, slots."""
+        """[T, D], [T, K] int32 global ids (negative: no expert), [T, K] -> message, places."""
 
     def dispatch(self, message: Any) -> Any:
         """The first communication."""
@@ -47,8 +47,8 @@ class Exchange(Protocol):
     def combine(self, message: Any) -> Any:
         """The second communication."""
 
-    def unpack_results(self, returned: Any, slots: Any) -> jax.Array:
-        """returned, slots -> [T, D]."""
+    def unpack_results(self, returned: Any, places: Any) -> jax.Array:
+        """returned, places -> [T, D]."""
 
     def link_bytes(self, tokens: int, hidden_size: int, dtype: Any) -> int:
         """Bytes that a device sends to others for T = `tokens`, both ways; at most, if ragged."""

@@ -30,7 +30,7 @@ class LocalExchange(Exchange):
     def combine(self, message):
         return message
 
-    def unpack_results(self, returned, slots):
+    def unpack_results(self, returned, places):
         return returned
 
     def link_bytes(self, tokens, hidden_size, dtype):

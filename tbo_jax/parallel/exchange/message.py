@@ -28,7 +28,7 @@ class Placement:
     """Which of a device's T tokens go to which of R devices, numbered for each in token order."""
 
     wanted: jax.Array  # [T, R] bool: the device has an expert of the token
-    slot: jax.Array  # [T, R] int32, how many earlier tokens go to the device
+    before: jax.Array  # [T, R] int32, how many earlier tokens go to the device
     count: jax.Array  # [R] int32, tokens that go to the device
 
     @classmethod
@@ -45,7 +45,7 @@ class Placement:
 
         `start` [R] is the first row of each device.
         """
-        return jnp.where(self.wanted, start + self.slot, rows)
+        return jnp.where(self.wanted, start + self.before, rows)
 
 
 def rows_at(places: jax.Array, rows: int) -> jax.Array:

@@ -100,8 +100,8 @@ class RaggedAllToAll(Exchange):
             axis=self.axis,
         )
 
-    def unpack_results(self, returned, slots):
-        return sum_returned(returned, slots)
+    def unpack_results(self, returned, places):
+        return sum_returned(returned, places)
 
     def link_bytes(self, tokens, hidden_size, dtype):
         row = self.form.row_bytes(hidden_size, dtype) + hidden_size * jnp.dtype(dtype).itemsize

@@ -3,11 +3,11 @@
 One interface, several transports, equal in result. An exchange is used in three computes with two
 communications between them, which is what a schedule can overlap:
 
-    message, slots = pack(...)         in the stage that routes
+    message, places = pack(...)        in the stage that routes
     received = dispatch(message)       communication
     rows = unpack(received)            in the stage of the experts
     returned = combine(pack_results(..., received))   communication
-    unpack_results(returned, slots)    at the head of the next stage
+    unpack_results(returned, places)   at the head of the next stage
 
 A token is sent to a device once, however many of its experts live there, and nothing is dropped
 whatever the routing. Hidden state, weights and expert ids travel in one message: a second, small

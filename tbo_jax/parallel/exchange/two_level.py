@@ -96,8 +96,8 @@ class TwoLevel(Exchange):
     def _chained(self, hops):
         return compute_on("gpu_stream:1")(jax.jit(hops)) if self.own_stream else hops
 
-    def unpack_results(self, returned, slots):
-        return sum_returned(returned.reshape(-1, returned.shape[-1]), slots)
+    def unpack_results(self, returned, places):
+        return sum_returned(returned.reshape(-1, returned.shape[-1]), places)
 
     def link_bytes(self, tokens, hidden_size, dtype):
         row = self.form.row_bytes(hidden_size, dtype) + hidden_size * jnp.dtype(dtype).itemsize

@@ -42,12 +42,12 @@ def mixture(transport: Transport, devices: int) -> Callable[..., jax.Array]:
     )
 
     def local(hidden, ids, weights, gate_up, down):
-        message, slots = exchange.pack(hidden, ids, weights)
+        message, places = exchange.pack(hidden, ids, weights)
         received = exchange.dispatch(message)
         rows, here, scales = exchange.unpack(received)
         results = apply_experts(rows, here, scales, ExpertWeights(gate_up, down))
         message = exchange.pack_results(results, received)
-        return exchange.unpack_results(exchange.combine(message), slots)
+        return exchange.unpack_results(exchange.combine(message), places)
 
     return jax.shard_map(
         local,

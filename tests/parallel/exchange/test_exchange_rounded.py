@@ -107,7 +107,7 @@ def test_all_transports_carry_it(transport: Any, dispatch_dtype: Any) -> None:
     exchange = exchange_of(transport, dispatch_dtype)
 
     def step(hidden, experts, weights):
-        message, slots = exchange.pack(hidden, experts, weights)
+        message, places = exchange.pack(hidden, experts, weights)
         assert jax.tree.leaves(message)[0].dtype == jnp.uint8
         received = exchange.dispatch(message)
         rows, ids, scales = exchange.unpack(received)
@@ -115,7 +115,7 @@ def test_all_transports_carry_it(transport: Any, dispatch_dtype: Any) -> None:
         total = jnp.where(here, scales, 0).sum(1, keepdims=True)
         results = jnp.where(here.any(1, keepdims=True), rows * total, 0)
         return exchange.unpack_results(
-            exchange.combine(exchange.pack_results(results, received)), slots
+            exchange.combine(exchange.pack_results(results, received)), places
         )
 
     spec = PartitionSpec(RANKS)
