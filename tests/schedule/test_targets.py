@@ -122,6 +122,7 @@ def test_xla_is_told_every_fact_about_a_gpu(gpu: str, monkeypatch: pytest.Monkey
         if key == "device_memory_size":  # as if everything fitted: the report says what does not
             value = 16 * int(value)
         assert re.search(rf"\b{key}: {value}(?![\w.])", text), key
+    assert f'device_description_str: "{target.description["device_kind"]}"' in text
 
 
 def _facts(values: dict[str, Any]) -> list[tuple[str, Any]]:
