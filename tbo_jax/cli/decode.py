@@ -22,11 +22,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from tbo_jax.cli.run import FAILED, run_command
 from tbo_jax.engine.config import EngineConfig
 from tbo_jax.engine.devices import find_devices
 from tbo_jax.engine.engine import TokenEvent
 from tbo_jax.engine.llm import LLM, Completion
+from tbo_jax.host.command import FAILED, run_command
 from tbo_jax.host.json_files import parse_json_object
 from tbo_jax.host.progress import progress_bar
 from tbo_jax.host.quiet import silence_libraries

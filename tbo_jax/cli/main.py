@@ -14,7 +14,7 @@ import sys
 COMMANDS = {  # module with main(words, name), and what it is for
     "decode": ("tbo_jax.cli.decode", "decode prompts with a Hugging Face checkpoint"),
     "schedule": (
-        "tbo_jax.cli.schedule",
+        "tbo_jax.schedule.__main__",
         "show what overlap hides on a machine that need not be there",
     ),
 }

@@ -1,8 +1,185 @@
-"""`python -m tbo_jax.schedule` is `tbo-jax schedule`."""
+"""Show what two-batch overlap hides on a machine, before renting it.
 
+Compiles the runner's step for a machine that is not there, reads the schedule that XLA made of it,
+and prints what is hidden. Times are modelled: the order is the compiler's, the prices a roofline's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
 
-from tbo_jax.cli.schedule import main
+import jax
+import tyro
+
+from tbo_jax.host.command import run_command
+from tbo_jax.host.progress import progress_bar
+from tbo_jax.parallel.exchange import Transport
+from tbo_jax.schedule.model_step import Phase, StepShape, inspect_model, list_presets, read_shape
+from tbo_jax.schedule.report import ScheduleReport
+from tbo_jax.schedule.table import print_report
+from tbo_jax.schedule.targets import find_target, list_targets
+from tbo_jax.schedule.trace import write_trace
+
+UNROLLED_LAYERS = 4  # compiled unless --layers says otherwise: XLA takes seconds for each
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Command line."""
+
+    config: str = "qwen3-30b-a3b"
+    """A config.json, a folder that holds one, or the name of a public shape (--list-targets)."""
+    target: str = "h100x8"
+    """The machine: h100x8, v5e:2x4, ... (--list-targets)."""
+    phase: Phase = "decode"
+    """One token of each sequence, whole prompts, or a step of training."""
+    tokens: int = 256
+    """Tokens of each rank: a device, or as many as --tensor-parallel says."""
+    context: int = 4096
+    """Tokens of each sequence."""
+    remat: bool = False
+    """Training: compute the layers anew in the backward pass instead of keeping what is in them."""
+    micro_batches: str = "1,2"
+    """Numbers of micro-batches to compare."""
+    loop: Literal["unrolled", "scanned"] = "unrolled"
+    """Layers one after another in the program, or one loop over stacked layers."""
+    layers: int | None = None
+    """Compile only so many layers; default 4 unrolled, all scanned."""
+    transport: Transport = "all_to_all"
+    """Of the expert exchange."""
+    tensor_parallel: int = 1
+    """Devices that share the attention and the feed-forward of a rank."""
+    link_gbps: float | None = None
+    """Gigabytes per second that a device sends within its node; default the target's."""
+    nodes: int = 1
+    """Nodes of GPUs, each as --target says."""
+    node_link_gbps: float | None = None
+    """Gigabytes per second that a device sends to other nodes; default the target's."""
+    json: Path | None = None
+    """Write the report here."""
+    trace: Path | None = None
+    """Write a Chrome trace here, for ui.perfetto.dev."""
+    plot: Path | None = None
+    """Draw the two lanes here, .png or .svg; needs the extra "plot"."""
+    dump_hlo: Path | None = None
+    """Write the compiled programs into this folder."""
+    quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
+    """No progress on stderr."""
+    list_targets: bool = False
+    """Print the machines and the public shapes, and stop."""
+
+
+def counts_of(text: str) -> list[int]:
+    """1,2 -> [1, 2]."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise ValueError(f"--micro-batches {text!r}: expected numbers from 1, such as 1,2")
+    return list(dict.fromkeys(counts))
+
+
+def run(args: Arguments) -> list[ScheduleReport]:
+    """Compile and report; returns one report per number of micro-batches."""
+    counts = counts_of(args.micro_batches)
+    if args.plot is not None:
+        from tbo_jax.schedule.plot import check_path
+
+        check_path(args.plot)
+    target = find_target(
+        args.target,
+        nodes=args.nodes,
+        link_gbps=args.link_gbps,
+        node_link_gbps=args.node_link_gbps,
+    )
+    scanned = args.loop == "scanned"
+    whole = read_shape(args.config)
+    layers = args.layers
+    if layers is None:
+        layers = whole.num_layers if scanned else min(UNROLLED_LAYERS, whole.num_layers)
+    config = read_shape(args.config, layers)
+    shape = StepShape(args.phase, args.tokens, args.context, args.remat)
+    reports = []
+    with progress_bar("compiling", not args.quiet) as update:
+        update(0, len(counts))
+        for count in counts:
+            reports.append(
+                inspect_model(
+                    config,
+                    target,
+                    shape,
+                    micro_batches=count,
+                    scanned=scanned,
+                    transport=args.transport,
+                    tensor=args.tensor_parallel,
+                )
+            )
+            update(len(reports), len(counts))
+    of_each = "device" if args.tensor_parallel == 1 else "rank"
+    title = (
+        f"{args.config}, {layers} of {whole.num_layers} layers {args.loop}; {args.phase}"
+        f"{' with remat' if args.remat else ''}, "
+        f"{args.tokens} tokens a {of_each}, context {args.context}; {target.name}"
+    )
+    print_report(title, reports, target, whole.num_layers - layers)
+    write_files(args, title, reports)
+    return reports
+
+
+def write_files(args: Arguments, title: str, reports: list[ScheduleReport]) -> None:
+    """Whatever the command line asks for beside the table."""
+    timelines = {
+        f"{r.micro_batches} micro-batch{'es' if r.micro_batches > 1 else ''}": r.timeline
+        for r in reports
+    }
+    if args.json is not None:
+        values = {"title": title, "reports": [r.to_json() for r in reports]}
+        args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if args.trace is not None:
+        write_trace(args.trace, timelines)
+    if args.plot is not None:
+        from tbo_jax.schedule.plot import plot
+
+        plot(args.plot, timelines, title=title)
+    if args.dump_hlo is not None:
+        args.dump_hlo.mkdir(parents=True, exist_ok=True)
+        for r in reports:
+            name = f"{args.phase}_{args.tokens}_x{r.micro_batches}_{args.loop}.hlo"
+            (args.dump_hlo / name).write_text(r.hlo, encoding="utf-8")
+
+
+def print_names() -> None:
+    """The machines and shapes that can be named."""
+    print("targets:", *list_targets(), sep="\n  ")
+    print("shapes:", *list_presets(), sep="\n  ")
+
+
+def main(words: list[str], name: str) -> int:
+    """Run the command `name` with its words; returns the exit status."""
+    args = tyro.cli(Arguments, description=__doc__, prog=name, args=words)
+
+    def command() -> int:
+        # The host only compiles. With another default, JAX looks for devices, and drops the plugin
+        # of a platform that has none.
+        jax.config.update("jax_platforms", "cpu")
+        # libtpu only compiles here: it need not ask a cloud for metadata, nor be alone on the
+        # machine.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        if args.list_targets:
+            print_names()
+        else:
+            run(args)
+        return 0
+
+    return run_command(name, command)
+
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], "python -m tbo_jax.schedule"))

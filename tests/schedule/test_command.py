@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tbo_jax.attention import gpu_paged
-from tbo_jax.cli.schedule import Arguments, counts_of, write_files
+from tbo_jax.schedule.__main__ import Arguments, counts_of, write_files
 from tbo_jax.schedule.model_step import (
     Phase,
     StepShape,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
-import tbo_jax.models
+from tbo_jax.models import architecture
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket
 
@@ -33,7 +33,7 @@ def decision_key(runner: ModelRunner, bucket: Bucket) -> dict[str, Any]:
     """Everything that the times of a bucket's programs depend on, as plain JSON values."""
     device = runner.mesh.devices.flat[0]
     key = {
-        "tbo_jax": _tbo_jax(),
+        "tbo_jax": _source(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "platform": device.client.platform_version,
@@ -109,14 +109,14 @@ def _path(folder: Path, key: Mapping[str, Any]) -> Path:
     return folder / f"{name}.json"
 
 
-def _tbo_jax() -> dict[str, str]:
-    """Version of this package, and a digest of its source: commits share a version."""
+def _source() -> str:
+    """A digest of this package's source, its version included: commits share a version."""
     digest = hashlib.sha256()
-    for package in (tbo_jax, tbo_jax.models):  # in a checkout the models are in another folder
-        root = Path(package.__path__[0])
+    # In a checkout the models are in another folder.
+    for root in (Path(__file__).parents[2], Path(architecture.__file__).parent):
         for path in sorted(root.rglob("*.py")):
             digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return {"version": tbo_jax.__version__, "source": digest.hexdigest()}
+    return digest.hexdigest()
 
 
 def _plain(value: Any) -> Any:

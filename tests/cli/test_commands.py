@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from tbo_jax.cli import main as entry
-from tbo_jax.cli.run import run_command
+from tbo_jax.host.command import run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +49,7 @@ def test_a_bug_keeps_its_traceback():
 # Prints as a command does, without the seconds that a model takes.
 PRINTS = """
 import sys
-from tbo_jax.cli.run import run_command
+from tbo_jax.host.command import run_command
 def command():
     print("text" * 5000)
     return 0
