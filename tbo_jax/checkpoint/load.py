@@ -83,7 +83,7 @@ def load_model(
     """
     config, architecture = read_config(folder, dtype)
     tensors = TensorFolder.open(folder)
-    weights = find_format(tensors, read_quantization(folder))
+    weights = find_format(folder, read_quantization(folder))(tensors)
     layout = find_layout(tensors.names, config, architecture)
     # Before anything is built: a wrong number may be large.
     if (found := count_layers(tensors.names, layout)) < config.num_layers:

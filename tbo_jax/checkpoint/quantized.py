@@ -7,8 +7,9 @@ values are. Everything else that is known of a checkpoint (names, layers, expert
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -170,15 +171,15 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(str(error)) from error
 
 
-def find_format(tensors: TensorFolder, quantization: object) -> WeightFormat:
-    """The format that `quantization_config` of a config.json tells of; None: plain.
+def find_format(folder: Path, quantization: object) -> Callable[[TensorFolder], WeightFormat]:
+    """What makes the format that `quantization_config` of a config.json tells of; None: plain.
 
     Raises:
         CheckpointError: a method, or an option of it, that is not supported.
     """
     if quantization is None:
-        return PlainWeights(tensors)
-    where = f"{tensors.folder}: quantization_config"
+        return PlainWeights
+    where = f"{folder}: quantization_config"
     if not isinstance(quantization, Mapping):
         raise CheckpointError(f"{where} must be an object, got {quantization!r}")
 
@@ -190,7 +191,7 @@ def find_format(tensors: TensorFolder, quantization: object) -> WeightFormat:
 
     expect("quant_method", "fp8", "mxfp4")
     if quantization["quant_method"] == "mxfp4":
-        return Mxfp4Weights(tensors)
+        return Mxfp4Weights
     expect("fmt", "e4m3", None)
     expect("activation_scheme", "dynamic", None)  # another adds tensors for the activations
     block = quantization.get("weight_block_size")
@@ -199,4 +200,4 @@ def find_format(tensors: TensorFolder, quantization: object) -> WeightFormat:
         raise CheckpointError(
             f"{where}: weight_block_size={block!r} is not supported, expected two sizes, [128, 128]"
         )
-    return BlockScaledWeights(tensors, (sizes[0], sizes[1]))
+    return partial(BlockScaledWeights, block=(sizes[0], sizes[1]))

@@ -148,6 +148,8 @@ def sampling_params(
         for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
         if (value := getattr(args, name)) is not None
     }
+    if args.seed is not None and not 0 <= args.seed <= MAX_SEED:
+        raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {args.seed}")
     return [
         make(
             **given,
@@ -156,6 +158,21 @@ def sampling_params(
         )
         for i in range(count)
     ]
+
+
+def template_arguments(args: Arguments) -> dict[str, Any]:
+    """Those of --chat-template-kwargs.
+
+    Raises:
+        ValueError: they are no JSON object, not for a template, or there is no chat.
+    """
+    if args.chat_template_kwargs is None:
+        return {}
+    if not args.chat:
+        raise ValueError("--chat-template-kwargs needs --chat")
+    return check_template_arguments(
+        parse_json_object(args.chat_template_kwargs, "--chat-template-kwargs")
+    )
 
 
 def overlap_config(args: Arguments) -> OverlapConfig:
@@ -222,15 +239,12 @@ def engine_config(args: Arguments, prompts: int) -> EngineConfig:
 
 def decode(args: Arguments, name: str) -> int:
     """Run the command `name`; returns the exit status."""
-    prompts, first = read_on_first(args)
-    sampling_params(args, 1)  # what is wrong is told before a model is loaded
-    kwargs = check_template_arguments(
-        None
-        if args.chat_template_kwargs is None
-        else parse_json_object(args.chat_template_kwargs, "--chat-template-kwargs")
-    )
     if args.quiet:
         silence_libraries()
+    # What is wrong is told before other processes are joined, and a model is loaded.
+    sampling_params(args, 1)
+    kwargs = template_arguments(args)
+    prompts, first = read_on_first(args)
     llm = LLM(args.model, engine_config(args, len(prompts)), show_progress=not args.quiet)
     params = sampling_params(args, len(prompts), llm.default_sampling.params)
     inputs: list[Any] = list(prompts)
@@ -293,7 +307,12 @@ def main(words: list[str], name: str, model: str | None = None) -> int:
         model: that is decoded with where the words name none.
     """
     given: dict[str, Any] = {} if model is None else {"default": Arguments(model=model)}
-    args = tyro.cli(Arguments, description=__doc__, prog=name, args=words, **given)
+
+    def command() -> int:
+        return decode(
+            tyro.cli(Arguments, description=__doc__, prog=name, args=words, **given), name
+        )
+
     if isinstance(sys.stdout, io.TextIOWrapper):  # a prompt may hold what UTF-8 does not
         sys.stdout.reconfigure(errors="backslashreplace")
-    return run_command(name, lambda: decode(args, name))
+    return run_command(name, command)

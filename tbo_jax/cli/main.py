@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from tbo_jax.host.command import REFUSED, run_command
+
 COMMANDS = {  # module with main(words, name), and what it is for
     "decode": ("tbo_jax.cli.decode", "decode prompts with a Hugging Face checkpoint"),
     "schedule": (
@@ -23,6 +25,10 @@ COMMANDS = {  # module with main(words, name), and what it is for
 def main(words: list[str] | None = None) -> int:
     """Run the command that the first word names, with the words after it."""
     words = sys.argv[1:] if words is None else words
+    return run_command("tbo-jax", lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
     first, *rest = words or ["--help"]
     if first in COMMANDS:
         module = importlib.import_module(COMMANDS[first][0])
@@ -36,9 +42,9 @@ def main(words: list[str] | None = None) -> int:
     listed = "\n".join(f"  {name:10} {text}" for name, (_, text) in COMMANDS.items())
     if first in ("--help", "-h"):
         print(f"{__doc__}\ncommands:\n{listed}")
-        return 0 if words else 2
+        return 0 if words else REFUSED
     print(f"tbo-jax: {first!r} is no command, expected one of\n{listed}", file=sys.stderr)
-    return 2
+    return REFUSED
 
 
 if __name__ == "__main__":

@@ -85,6 +85,10 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value!r}: expected one of {known}")
         if self.overlap is not None and not isinstance(self.overlap, OverlapConfig):
             raise ValueError(f"overlap is {self.overlap!r}: expected an OverlapConfig or None")
+        if self.speculate >= self.max_tokens:
+            raise ValueError(
+                f"speculate is {self.speculate}: expected less than max_tokens, {self.max_tokens}"
+            )
         if self.speculate and self.look_ahead:
             raise ValueError(
                 f"look_ahead with speculate={self.speculate}: expected one of them, as drafts need "

@@ -6,7 +6,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -214,7 +214,7 @@ class Engine:
             Whether it was unfinished. One that is finished, or not here, is left as it is.
         """
         with self._lock:
-            if self.scheduler.abort(request_id) is None:
+            if self.scheduler.abort(_checked_id(request_id)) is None:
                 return False
             running = self._running[request_id]
             self._give(TokenEvent(request_id, None, running.stream.finish(), "abort"))
@@ -246,6 +246,23 @@ class Engine:
                 self.statistics.step_seconds += time.perf_counter() - start
             return self._events.pop(owner, [])
 
+    def holds(self, request_id: int) -> bool:
+        """Whether a request is here, finished or not: it was added, and not taken out."""
+        with self._lock:
+            return request_id in self._running
+
+    def counts(self) -> dict[str, Any]:
+        """The statistics as they are between two steps, as plain values."""
+        with self._lock:
+            stats, scheduler = self.statistics, self.scheduler.statistics
+            return asdict(stats) | {
+                "speculate": self.speculate,
+                "acceptance_rate": stats.acceptance_rate,
+                "tokens_per_row": stats.tokens_per_row,
+                "preemptions": scheduler.preemptions,
+                "finished": dict(scheduler.finished),
+            }
+
     def pop(self, request_id: int) -> tuple[Request, str]:
         """Take a finished request out of the engine: the request, and its text.
 
@@ -255,7 +272,7 @@ class Engine:
             ValueError: there is no such request, or it is not finished.
         """
         with self._lock:
-            running = self._running.get(request_id)
+            running = self._running.get(_checked_id(request_id))
             if running is None:
                 raise ValueError(f"there is no request {request_id!r:.80}")
             if not running.request.is_finished:
@@ -335,7 +352,11 @@ class Engine:
                 else:
                     index = request.num_generated - request.has_unread
                     failed[request_id] = f"logits are not finite at generated token {index}"
-            text[request_id], is_over = self._read(request, accepted)
+            try:
+                text[request_id], is_over = self._read(request, accepted)
+            except ValueError as error:  # no decoder of text should, and it is nobody else's fault
+                text[request_id], is_over = [], False
+                failed[request_id] = f"the tokens have no text: {error}"
             sampled[request_id] = accepted[: len(text[request_id])]
             if is_over:
                 stopped.add(request_id)
@@ -388,3 +409,9 @@ class Engine:
         stats.link_bytes += self.runner.link_bytes(step.bucket)
         name = f"{step.bucket} x{count}"
         stats.steps_by_bucket[name] = stats.steps_by_bucket.get(name, 0) + 1
+
+
+def _checked_id(request_id: Any) -> int:
+    if not isinstance(request_id, int) or isinstance(request_id, bool):
+        raise ValueError(f"request id {request_id!r:.80}: expected an integer")
+    return request_id

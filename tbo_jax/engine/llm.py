@@ -17,6 +17,7 @@ import numpy as np
 
 from tbo_jax.checkpoint.hub import fetch_config, fetch_weights
 from tbo_jax.checkpoint.load import load_model, read_config
+from tbo_jax.checkpoint.quantized import find_format, read_quantization
 from tbo_jax.engine.cache_size import cache_config, longest_context
 from tbo_jax.engine.config import DTYPES, EngineConfig
 from tbo_jax.engine.devices import make_devices, use_compilation_cache
@@ -24,6 +25,7 @@ from tbo_jax.engine.engine import Engine, TokenEvent
 from tbo_jax.engine.scheduling.request import FinishReason
 from tbo_jax.engine.sharing import Calls
 from tbo_jax.host.progress import progress_bar
+from tbo_jax.layers.exchange import check_exchange
 from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.parallel.exchange import TRANSPORTS
 from tbo_jax.parallel.processes import agree, from_first, is_first
@@ -84,6 +86,8 @@ class LLM:
                 (`TokenizerError`), an option, or `USE_TBO`, or they are not those of the first
                 process.
         """
+        if config is not None and not isinstance(config, EngineConfig):
+            raise TypeError(f"config is {config!r:.80}: expected an EngineConfig")
         if config is not None and options:
             raise TypeError(f"expected a config or options, got both: config and {set(options)}")
         config = EngineConfig(**options) if config is None else config
@@ -91,26 +95,38 @@ class LLM:
         self.config = replace(config, overlap=overlap)
         if config.compilation_cache:
             use_compilation_cache()
-        quiet = not (show_progress and is_first())
-        self.folder = fetch_config(os.fspath(model), quiet)
+        # Before anything asks JAX which process this is: that finds the devices, and on CPU so many
+        # as were asked for can only be made before.
         self.mesh = make_devices(config.devices, config.tensor_parallel)
+        show_progress = show_progress and is_first()
+        self.folder = fetch_config(os.fspath(model), quiet=not show_progress)
         platform = self.mesh.devices.flat[0].platform
         dtype = DTYPES[config.dtype or ("float32" if platform == "cpu" else "bfloat16")]
         decoder, _ = read_config(self.folder, dtype)
         longest = longest_context(config, decoder)
-        agree(
-            asdict(self.config)
-            | dict(devices=self.mesh.size, decoder=repr(decoder), jax=jax.__version__)
-        )
+        # What is not supported is refused before the weights are fetched.
+        decoder.of_device(config.tensor_parallel)
+        check_exchange(decoder, self.mesh, config.transport, config.dispatch_dtype)
+        find_format(self.folder, read_quantization(self.folder))
         self.tokenizer = Tokenizer.from_folder(self.folder)
         end_of_sequence = end_of_sequence_ids(self.folder, self.tokenizer)
+        if jax.process_count() > 1:
+            agree(
+                asdict(self.config)
+                | dict(
+                    devices=self.mesh.size,
+                    decoder=repr(decoder),
+                    tokenizer=self.tokenizer.digest(),
+                    end_of_sequence=sorted(end_of_sequence),
+                    jax=jax.__version__,
+                )
+            )
         self.default_sampling = default_sampling(self.folder)
         if (message := self.default_sampling.message()) is not None and is_first():
             logger.warning("%s", message)
-        self.folder = fetch_weights(os.fspath(model), self.folder, quiet)
+        self.folder = fetch_weights(os.fspath(model), self.folder, quiet=not show_progress)
 
         start = time.perf_counter()
-        show_progress = show_progress and is_first()
         with progress_bar("loading", show_progress) as update:
             weights = load_model(
                 self.folder, mesh=self.mesh, dtype=dtype, scanned=config.scanned, progress=update
@@ -201,8 +217,9 @@ class LLM:
                         del index_of[event.request_id]
                     if on_token is not None:
                         on_token(index, event)
-                if not events and not self.engine.scheduler.has_work:
-                    raise RuntimeError(f"requests {list(index_of)} are no longer in the engine")
+                gone = [i for i in index_of if not self.engine.holds(i)]
+                if gone and not events:
+                    raise RuntimeError(f"requests {gone} were taken out of the engine")
         finally:
             for request_id in index_of:  # not empty only when something was raised
                 self.engine.abort(request_id)
@@ -286,19 +303,14 @@ class LLM:
         `link_bytes` is what a device sent to others, padding included. With the ragged transport
         it is `link_bytes_at_most`, as if every token had its experts on as many devices as can be.
         """
-        stats, seconds = asdict(self.engine.statistics), self._calls.seconds
+        stats, seconds = self.engine.counts(), self._calls.seconds
         if TRANSPORTS[self.engine.runner.transport].sizes_are_data:
             stats["link_bytes_at_most"] = stats.pop("link_bytes")
         rate = stats["generated_tokens"] / seconds if seconds else 0.0
         return {
             "use_tbo": {"off": 0, "on": 1, "auto": "auto"}[self.engine.runner.overlap.mode],
             **stats,
-            "speculate": self.engine.speculate,
-            "acceptance_rate": self.engine.statistics.acceptance_rate,
-            "tokens_per_row": self.engine.statistics.tokens_per_row,
-            "preemptions": self.engine.scheduler.statistics.preemptions,
             **self.engine.runner.memory(),
-            "finished": dict(self.engine.scheduler.statistics.finished),
             "seconds": seconds,
             "tokens_per_second": rate,
             "load_seconds": self.load_seconds,

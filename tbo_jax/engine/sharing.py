@@ -62,9 +62,9 @@ class Calls:
     @contextmanager
     def enter(self) -> Iterator[None]:
         """Be a call. Raises RuntimeError like `check_thread`."""
-        self.check_thread("generate")
         me = threading.get_ident()
         with self._lock:
+            self._refuse_others("generate")
             if not self._threads:
                 self._since = time.perf_counter()
             self._threads.append(me)
@@ -83,7 +83,10 @@ class Calls:
             RuntimeError: there are several processes, and another thread is in a call.
         """
         with self._lock:
-            others = set(self._threads) - {threading.get_ident()}
+            self._refuse_others(name)
+
+    def _refuse_others(self, name: str) -> None:
+        others = set(self._threads) - {threading.get_ident()}
         if others and jax.process_count() > 1:
             raise RuntimeError(
                 f"{name} was called while another thread generates: of several processes each has "

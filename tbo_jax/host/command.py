@@ -25,9 +25,10 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         print(f"{name}: stdout is closed: expected a place to print to", file=sys.stderr)
         return REFUSED
     try:
-        status = command()
-        sys.stdout.flush()
-        return status
+        try:
+            return command()
+        finally:  # what was printed before something went wrong is not lost with it
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader has enough: `tbo-jax decode ... | head`
         _let_go_of_stdout()
         return FAILED

@@ -159,13 +159,28 @@ def is_first() -> bool:
 
 
 def from_first(value: T) -> T:
-    """The first process's `value`, which must be something to pickle, in all processes."""
+    """The first process's `value` in all processes.
+
+    Raises ValueError in all of them if it cannot be pickled.
+    """
     if jax.process_count() == 1:
         return value
-    data = np.frombuffer(pickle.dumps(value) if is_first() else b"", np.uint8)
+    data = np.frombuffer(_pickled(value) if is_first() else b"", np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
     shared = data if is_first() else np.zeros(size, np.uint8)
-    return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(shared)).tobytes())
+    told = np.asarray(multihost_utils.broadcast_one_to_all(shared)).tobytes()
+    found, error = pickle.loads(told)
+    if error is not None:
+        raise ValueError(f"this cannot be told to the other processes: {error}")
+    return found
+
+
+def _pickled(value: Any) -> bytes:
+    """A pair for the others, who wait for it whatever happens: the value, or why there is none."""
+    try:
+        return pickle.dumps((value, None))
+    except Exception as error:  # whatever the pickling of somebody's class raises
+        return pickle.dumps((None, f"{type(error).__name__}: {error}"))
 
 
 def least(value: int) -> int:

@@ -18,6 +18,7 @@ import tyro
 
 from tbo_jax.host.command import run_command
 from tbo_jax.host.progress import progress_bar
+from tbo_jax.host.quiet import silence_libraries
 from tbo_jax.parallel.exchange import Transport
 from tbo_jax.schedule.model_step import Phase, StepShape, inspect_model, list_presets, read_shape
 from tbo_jax.schedule.report import ScheduleReport
@@ -92,6 +93,9 @@ def run(args: Arguments) -> list[ScheduleReport]:
         from tbo_jax.schedule.plot import check_path
 
         check_path(args.plot)
+    for option, path in {"json": args.json, "trace": args.trace}.items():
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"--{option} {path}: {path.parent} is no folder")
     target = find_target(
         args.target,
         nodes=args.nodes,
@@ -162,9 +166,11 @@ def print_names() -> None:
 
 def main(words: list[str], name: str) -> int:
     """Run the command `name` with its words; returns the exit status."""
-    args = tyro.cli(Arguments, description=__doc__, prog=name, args=words)
 
     def command() -> int:
+        args = tyro.cli(Arguments, description=__doc__, prog=name, args=words)
+        if args.quiet:
+            silence_libraries()
         # The host only compiles. With another default, JAX looks for devices, and drops the plugin
         # of a platform that has none.
         jax.config.update("jax_platforms", "cpu")

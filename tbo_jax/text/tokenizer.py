@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,6 +123,11 @@ class Tokenizer:
         if token_id is None:
             raise TokenizerError(f"eos_token {self.eos_token!r} is not in the vocabulary")
         return token_id
+
+    def digest(self) -> str:
+        """A number that tokenizers share only if they give the same ids and text."""
+        parts = [self._backend.to_str(), self._chat_template or "", repr(self._special_tokens)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @cached_property
     def decoder_description(self) -> Mapping[str, Any] | None:

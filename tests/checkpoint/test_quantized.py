@@ -155,12 +155,12 @@ def test_other_quantizations_are_refused(options: dict[str, Any], message: str) 
     config = json.loads((CASE / "config.json").read_text())["quantization_config"] | options
     config = {key: value for key, value in config.items() if value is not ...}
     with pytest.raises(CheckpointError, match=f"quantization_config: {message}"):
-        find_format(TensorFolder.open(CASE), config)
+        find_format(CASE, config)
 
 
 def test_a_quantization_that_is_no_object_is_refused() -> None:
     with pytest.raises(CheckpointError, match="quantization_config must be an object, got 'fp8'"):
-        find_format(TensorFolder.open(CASE), "fp8")
+        find_format(CASE, "fp8")
 
 
 NAME = "model.layers.1.mlp.experts.3.up_proj.weight"  # [16, 48], so 1 x 4 blocks

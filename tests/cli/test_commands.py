@@ -76,6 +76,26 @@ def test_where_nothing_can_be_printed(redirection, status, said):
     assert shell(redirection) == (status, said)
 
 
+def test_what_was_printed_before_an_error_is_not_lost():
+    code = PRINTS.replace("return 0", 'open("/no/such/file")')
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, len(done.stdout)) == (1, 20001)
+    assert done.stderr == "name: [Errno 2] No such file or directory: '/no/such/file'\n"
+
+
+@pytest.mark.parametrize("words", ["--help", "decode --help"])
+def test_help_that_cannot_be_printed(words):
+    line = f'"$0" -m tbo_jax.cli.main {words} >/dev/full'
+    done = subprocess.run(
+        ["bash", "-c", line, sys.executable], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith(": [Errno 28] No space left on device\n")
+    assert "Traceback" not in done.stderr
+
+
 def test_a_platform_without_devices_is_named(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tbo_jax.cli.main", "decode", "--model", ".", "--prompt", "a"],

@@ -102,14 +102,20 @@ def test_a_prompt_that_failed_does_not_hold_up_the_stream(capsys):
         (["--prompt", "a", "--temperature", "-1"], {}, "temperature is -1.0"),
         (["--prompt", "a", "--top-p", "0"], {}, "top_p is 0.0"),
         (
-            ["--prompt", "a", "--chat-template-kwargs", "[1]"],
+            ["--prompt", "a", "--chat", "--chat-template-kwargs", "[1]"],
             {},
             "expected a JSON object, got list",
         ),
         (
-            ["--prompt", "a", "--chat-template-kwargs", '{"tools": 1}'],
+            ["--prompt", "a", "--chat", "--chat-template-kwargs", '{"tools": 1}'],
             {},
             "'tools': the template has",
+        ),
+        (["--prompt", "a", "--chat-template-kwargs", "{}"], {}, "-kwargs needs --chat"),
+        (
+            ["--prompt", "a", "--seed", "-1"],
+            {},
+            "--seed must be from 0 to 9223372036854775807, got",
         ),
         (["--prompt", "a", "--micro-batches", "3"], {}, "--micro-batches 3 needs USE_TBO=1 or"),
         (["--prompt", "a", "--micro-batches", "1"], {"USE_TBO": "1"}, "must be at least 2, got 1"),

@@ -48,7 +48,14 @@ def test_speculation_has_no_look_ahead():
         EngineConfig(speculate=2, look_ahead=True)
 
 
+def test_more_drafts_than_a_step_has_tokens():
+    with pytest.raises(ValueError, match="speculate is 32: expected less than max_tokens, 32"):
+        EngineConfig(max_tokens=32, speculate=32)
+
+
 def test_options_beside_a_config():
+    with pytest.raises(TypeError, match=r"config is \{'devices': 1\}: expected an EngineConfig"):
+        LLM("absent", {"devices": 1})
     with pytest.raises(TypeError, match="expected a config or options, got both"):
         LLM("absent", EngineConfig(), devices=2)
     with pytest.raises(TypeError, match="'device'"):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -14,6 +17,8 @@ import numpy as np
 import pytest
 
 from tbo_jax import LLM, OverlapConfig, SamplingParams
+from tbo_jax.engine import engine as engine_module
+from tbo_jax.engine import llm as llm_module
 from tbo_jax.engine.sharing import FairLock
 from tests.golden_cases import Golden, with_tokenizer
 
@@ -602,3 +607,85 @@ def test_the_models_sampling_is_the_default_and_said_once(folder, tmp_path, capl
     assert found.token_ids == GOLDEN.greedy[0][:5]  # params that are given count as they are
     monkeypatch.setattr("secrets.randbelow", lambda most: 4)
     assert llm.generate([prompt])[0].token_ids == expected.token_ids
+
+
+def test_a_request_that_another_thread_finishes_is_not_lost(llm, monkeypatch):
+    """Its events wait in the engine when this call looks for them."""
+    step, first = llm.engine.step, []
+
+    def other_thread_steps(owner=None):
+        events = step(owner)
+        if not first:
+            first.append(True)
+            while llm.engine.scheduler.has_work:
+                step("other")
+            return []
+        return events
+
+    monkeypatch.setattr(llm.engine, "step", other_thread_steps)
+    # Longer than a step, so that the first one has no token.
+    (done,) = llm.generate([GOLDEN.prompts[0] * 6], greedy(3))
+    assert done.finish_reason == "length" and len(done.token_ids) == 3
+
+
+def test_tokens_without_text_end_their_request_only(llm, monkeypatch):
+    stream = engine_module.TextStream
+    made = []
+
+    class Broken(stream):
+        def push(self, token_id):
+            if made.index(self) == 0 and len(made) > 1:
+                raise ValueError("no such token")
+            return super().push(token_id)
+
+    monkeypatch.setattr(engine_module, "TextStream", lambda *a: made.append(Broken(*a)) or made[-1])
+    bad, good = llm.generate(GOLDEN.prompts[:2], greedy(4))
+    assert bad.finish_reason == "error" and "no text: no such token" in bad.error
+    assert good.token_ids == GOLDEN.greedy[1][:4]
+
+
+@pytest.mark.parametrize("request_id", ["0", [], None, True])
+def test_ids_of_requests_are_integers(llm, request_id):
+    for call in (llm.engine.pop, llm.abort):
+        with pytest.raises(ValueError, match="request id .*: expected an integer"):
+            call(request_id)
+
+
+def test_devices_are_made_before_anything_asks_for_them(folder):
+    """In a process of its own: JAX is not in use there yet."""
+    code = f"""
+from tbo_jax import LLM
+try:
+    LLM({str(folder)!r}, devices=2, show_progress=True, transport="two_level", max_context=10**6)
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert "max_context 1000000 is out of range" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, {}, "quant_method='awq' is not supp"),
+        ({}, {"tensor_parallel": 3, "devices": 3}, "cannot be shared equally by 3 devices"),
+        ({}, {"devices": 3}, "experts cannot be shared equally by 3 devices"),
+    ],
+)
+def test_what_is_not_supported_is_refused_before_the_weights(
+    folder, tmp_path, monkeypatch, change, options, message
+):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text()) | change
+    (copy / "config.json").write_text(json.dumps(config))
+
+    def fetched(*args, **kwargs):
+        raise AssertionError("the weights were fetched")
+
+    monkeypatch.setattr(llm_module, "fetch_weights", fetched)
+    with pytest.raises(ValueError, match=message):
+        make_llm(copy, **options)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tbo_jax.parallel import processes
@@ -139,3 +140,20 @@ def test_a_coordinator_that_nobody_started_is_given_up(monkeypatch: pytest.Monke
     port = free_port()
     with pytest.raises(ValueError, match=rf"'localhost:{port}': not reached for 0.3 seconds"):
         connect(f"localhost:{port}", 2, 1)
+
+
+def test_what_cannot_be_told_is_an_error_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for word: they get one."""
+    sent: list[np.ndarray] = []
+
+    def broadcast(value: np.ndarray) -> np.ndarray:
+        sent.append(value)
+        return value
+
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes.multihost_utils, "broadcast_one_to_all", broadcast)
+    assert processes.from_first({"a": [1, 2]}) == {"a": [1, 2]}
+    sent.clear()
+    with pytest.raises(ValueError, match="cannot be told to the other processes: TypeError: "):
+        processes.from_first({1: 0}.keys())
+    assert len(sent) == 2  # a size and what the others read
