@@ -1,4 +1,4 @@
-"""Two-batch overlap for Flax decoders, and the decode engine that proves it."""
+"""Two-batch overlap for Flax decoders, and a decode engine built on it."""
 
 from tbo_jax import _moved
 from tbo_jax.attention.buffers import AttentionBuffers, allocate_attention_buffers

@@ -47,7 +47,14 @@ def cache_config(
             f"max_context {longest} does not fit: the cache of a device holds {held} tokens"
         )
     longest = min(longest, held)
-    return CacheConfig(pages, size, -(-longest // size), config.max_tokens), longest
+    if config.max_sequences > held:
+        raise ValueError(
+            f"max_sequences is {config.max_sequences}: expected at most {held}, the tokens that the "
+            "cache of a device holds"
+        )
+    # No step has more tokens than the pages hold; what is sized by it need not be larger.
+    most = min(config.max_tokens, held)
+    return CacheConfig(pages, size, -(-longest // size), most), longest
 
 
 def default_num_pages(

@@ -110,6 +110,11 @@ class LLM:
         find_format(self.folder, read_quantization(self.folder))
         self.tokenizer = Tokenizer.from_folder(self.folder)
         end_of_sequence = end_of_sequence_ids(self.folder, self.tokenizer)
+        if end_of_sequence and min(end_of_sequence) >= decoder.vocab_size:
+            raise ValueError(
+                f"{self.folder}: eos_token_id is {sorted(end_of_sequence)}, and the vocabulary has "
+                f"{decoder.vocab_size} ids: nothing would end a text"
+            )
         if jax.process_count() > 1:
             agree(
                 asdict(self.config)
@@ -361,6 +366,9 @@ def _as_lists(
         )
     # A prompt that can be read only once is told to the other processes, and returned.
     listed = [list(prompt) if isinstance(prompt, Iterator) else prompt for prompt in prompts]
+    for kind, what in ((int, "token ids"), (Mapping, "chat messages")):
+        if listed and all(isinstance(item, kind) for item in listed):
+            raise ValueError(f"prompts is one list of {what}: expected a list of prompts, [prompt]")
     if params is None or isinstance(params, SamplingParams):
         return listed, [params or default()] * len(listed)
     if not isinstance(params, Iterable) or isinstance(params, str | unordered):

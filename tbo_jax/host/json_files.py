@@ -28,7 +28,7 @@ def parse_json_object(raw: bytes | str, what: str) -> dict[str, Any]:
         ValueError: it is not JSON, is nested too deeply, has a key twice, or is not an object.
     """
     try:
-        text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
+        text = raw.decode("utf-8-sig") if isinstance(raw, bytes) else raw
         value = json.loads(text, object_pairs_hook=_without_duplicates)
     except RecursionError:
         raise ValueError(f"{what}: not valid JSON: nested too deeply") from None

@@ -72,12 +72,8 @@ def connect(
     # Deactivated: under SLURM and Open MPI it would leave the process one device, also when told
     # where the others are.
     host = host.strip("[]")  # of IPv6
-    try:
-        address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ValueError(f"coordinator {coordinator!r}: {error}") from error
     if process_id == 0:
-        _check_port(coordinator, int(port), address[0][0])
+        _check_port(coordinator, int(port), socket.AF_INET6 if ":" in host else socket.AF_INET)
     else:
         _wait_for(coordinator, host, int(port))
     _initialize(coordinator, num_processes, process_id, cluster_detection_method="deactivate")
@@ -104,6 +100,7 @@ def _wait_for(coordinator: str, host: str, port: int) -> None:
         try:
             socket.create_connection((host, port), timeout=WAIT_TO_START).close()
             return
+        # A name that is not known yet too: Kubernetes tells it when the pod is ready.
         except OSError as error:
             if time.monotonic() > end:
                 raise ValueError(

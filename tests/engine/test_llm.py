@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -16,9 +17,11 @@ import jax
 import numpy as np
 import pytest
 
-from tbo_jax import LLM, OverlapConfig, SamplingParams
+from tbo_jax import LLM, EngineConfig, OverlapConfig, SamplingParams, make_mesh
+from tbo_jax.checkpoint.load import read_config
 from tbo_jax.engine import engine as engine_module
 from tbo_jax.engine import llm as llm_module
+from tbo_jax.engine.cache_size import cache_config
 from tbo_jax.engine.sharing import FairLock
 from tests.golden_cases import Golden, with_tokenizer
 
@@ -671,6 +674,7 @@ except ValueError as error:
     ("change", "options", "message"),
     [
         ({"quantization_config": {"quant_method": "awq"}}, {}, "quant_method='awq' is not supp"),
+        ({"eos_token_id": 99999}, {}, r"eos_token_id is \[99999\], and the vocabulary has 128"),
         ({}, {"tensor_parallel": 3, "devices": 3}, "cannot be shared equally by 3 devices"),
         ({}, {"devices": 3}, "experts cannot be shared equally by 3 devices"),
     ],
@@ -682,6 +686,7 @@ def test_what_is_not_supported_is_refused_before_the_weights(
     shutil.copytree(folder, copy)
     config = json.loads((copy / "config.json").read_text()) | change
     (copy / "config.json").write_text(json.dumps(config))
+    (copy / "generation_config.json").unlink()
 
     def fetched(*args, **kwargs):
         raise AssertionError("the weights were fetched")
@@ -689,3 +694,24 @@ def test_what_is_not_supported_is_refused_before_the_weights(
     monkeypatch.setattr(llm_module, "fetch_weights", fetched)
     with pytest.raises(ValueError, match=message):
         make_llm(copy, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "what"),
+    [([1, 2, 3], "token ids"), ([{"role": "user", "content": "w1"}], "chat messages")],
+)
+def test_one_prompt_in_place_of_a_list_of_them(llm, prompts, what):
+    with pytest.raises(ValueError, match=rf"one list of {what}: expected a list of prompts"):
+        llm.generate(prompts)
+
+
+def test_a_step_has_no_more_tokens_than_the_cache(folder):
+    config = EngineConfig(max_tokens=10**9, num_pages=5, page_size=4)
+    decoder, _ = read_config(folder, np.float32)
+    cache, longest = cache_config(config, decoder, make_mesh(1), 64)
+    assert (cache.max_tokens, longest) == (16, 16)
+    rows = dataclasses.replace(config, max_sequences=10**9)
+    with pytest.raises(
+        ValueError, match="max_sequences is 1000000000: expected at most 16, the tok"
+    ):
+        cache_config(rows, decoder, make_mesh(1), 64)
