@@ -49,8 +49,8 @@ def cache_config(
     longest = min(longest, held)
     if config.max_sequences > held:
         raise ValueError(
-            f"max_sequences is {config.max_sequences}: expected at most {held}, the tokens that the "
-            "cache of a device holds"
+            f"max_sequences is {config.max_sequences}: expected at most {held}, the tokens that "
+            "the cache of a device holds"
         )
     # No step has more tokens than the pages hold; what is sized by it need not be larger.
     most = min(config.max_tokens, held)
