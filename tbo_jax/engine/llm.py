@@ -290,13 +290,11 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         refused = "a prompt is a text, a list of token ids, or a list of chat messages"
-        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping | Set):
             raise ValueError(f"{refused}, got {type(prompt).__name__}")
         items: list[Any] = list(prompt)
         if items and all(isinstance(item, Mapping) for item in items):
-            return self.tokenizer.encode_chat(
-                items, **check_template_arguments(chat_template_kwargs)
-            )
+            return self.tokenizer.encode_chat(items, arguments=chat_template_kwargs)
         if all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in items):
             return [int(item) for item in items]
         raise ValueError(refused)

@@ -1,34 +1,26 @@
-"""Chat templates: where they are, what they see, and how long they may take.
+"""Chat templates: where they are, and what they see.
 
 The conventions (variables, filters, the generation block) are those of the "Chat templates" chapter
 of the Hugging Face transformers documentation. Templates come with checkpoints and are untrusted,
-so they run in jinja2's immutable sandbox, in a process of their own (`text.template_process`) whose
-time and memory are limited, and see values of JSON only. Whatever a template does, the prompt that
-it was for gets an error and nothing else is touched. A text costs a fraction of a millisecond more
-than in this process, and the first one the start of an interpreter.
+so they run in a process of their own (`text.template_client`), and see values of JSON only.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tbo_jax.text import template_client
 from tbo_jax.text.files import TokenizerError, read_text
 
 Message = Mapping[str, str]
 
-_SECONDS = 10.0  # for one text; templates take milliseconds
-_SECONDS_TO_START = 60.0
 _TAKEN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
     | {"raise_exception", "strftime_now"}
+    | {"self"}  # jinja2 has it in every template
 )
 
 
@@ -135,89 +127,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": bool(add_generation_prompt),
         }
-        return _PROCESS.render(self._source, variables)
-
-
-class _TemplateProcess:
-    """The process that renders templates, one for all; started when it is first needed.
-
-    It ends with this one, because its standard input ends then.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-
-    def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """The text of a template, from any thread.
-
-        Raises:
-            TokenizerError: there is none.
-        """
-        request = json.dumps({"source": source, "variables": variables})
-        with self._lock:
-            if self._process is None:
-                self._process = self._start()
-            line = self._ask(self._process, request, _SECONDS)
-        if not line:
-            raise TokenizerError(
-                f"the chat template took longer than {_SECONDS:g} seconds, or more memory than "
-                "there is"
-            )
-        answer = json.loads(line)
-        if "error" in answer:
-            raise TokenizerError(answer["error"])
-        return answer["text"]
-
-    def _start(self) -> subprocess.Popen[str]:
-        # -P: the folder of the script holds modules that are not for it to import.
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("template_process.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-            start_new_session=True,  # Ctrl-C is for the process that asks
-        )
-        if not self._ask(process, "", _SECONDS_TO_START):
-            raise TokenizerError("the process that renders chat templates did not start")
-        return process
-
-    def _ask(self, process: subprocess.Popen[str], request: str, seconds: float) -> str:
-        """The line that a request is answered with; empty, and the process over, where none is."""
-        assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(seconds, process.kill)
-        timer.daemon = True
-        timer.start()
-        line = ""
-        try:
-            with contextlib.suppress(OSError):
-                if request:
-                    process.stdin.write(request + "\n")
-                    process.stdin.flush()
-                line = process.stdout.readline()
-        finally:
-            timer.cancel()
-            timer.join()  # it may be about to kill
-            if not line or process.poll() is not None:
-                self._stop(process)
-        return line
-
-    def _stop(self, process: subprocess.Popen[str]) -> None:
-        self._process = None
-        process.kill()
-        with contextlib.suppress(OSError):
-            process.communicate()
-
-    def close(self) -> None:
-        """Ends the process, if there is one."""
-        with self._lock:
-            if self._process is not None:
-                self._stop(self._process)
-
-
-_PROCESS = _TemplateProcess()
-atexit.register(_PROCESS.close)
+        return template_client.render(self._source, variables)
 
 
 def _plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:

@@ -1,17 +1,20 @@
-"""Renders chat templates in a process of its own; run as a script by `text.chat`.
+"""Renders chat templates in a process of its own; run as a script by `text.template_client`.
 
 A template comes with a checkpoint and is untrusted. jinja2's sandbox keeps it from the machine, but
 not from looping for ever or asking for all memory, and code in the same process cannot always end
-that. So this process renders, with its memory limited, and `text.chat` ends it when it takes long.
+that. So this process renders, with its memory limited, and `text.template_client` ends it when it
+takes long. It ends itself soon after that time, because the other process may have been killed.
 
-Each line of standard input is a JSON object with "source" and "variables"; each line of standard
-output is one with "text", or with "error". Nothing of tbo_jax is imported: the start must be quick.
+Each line of standard input is a JSON object with "source", "variables" and "seconds", after which
+this process ends; each line of standard output is one with "text", or with "error". Nothing of
+tbo_jax is imported: the start must be quick.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -128,13 +131,26 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, most))
 
 
+def _end_after(seconds: float) -> None:
+    """Lets the system end this process after a time, whatever it does then; 0 calls that off."""
+    if hasattr(signal, "setitimer"):  # not every system has timers
+        # The process that starts this one may ignore or block the signal, which is inherited.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
 def main(write: Callable[[str], Any] = sys.stdout.write) -> None:
     """Answers requests until there are no more."""
     _limit_memory()
     write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:
-        write(json.dumps(answer(json.loads(line))) + "\n")
+        request = json.loads(line)
+        _end_after(request["seconds"])
+        answered = answer(request)
+        _end_after(0)
+        write(json.dumps(answered) + "\n")
         sys.stdout.flush()
 
 

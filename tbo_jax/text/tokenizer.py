@@ -131,7 +131,7 @@ class Tokenizer:
 
     @cached_property
     def decoder_description(self) -> Mapping[str, Any] | None:
-        """The "decoder" entry of `tokenizer.json`, or None where it has none."""
+        """The decoder in the JSON format of the tokenizers library; None where there is none."""
         decoder = self._backend.decoder
         return None if decoder is None else json.loads(decoder.__getstate__())
 
@@ -174,18 +174,21 @@ class Tokenizer:
             TokenizerError: an id is not an integer from 0 to 2**32 - 1, or the decoder fails.
         """
         checked = [_checked_id(token_id) for token_id in ids]
-        with _library_errors("the decoder of tokenizer.json failed"):
+        with _library_errors("the decoder of the tokenizer failed"):
             return self._backend.decode(checked, skip_special_tokens=skip_special_tokens)
 
     def render_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **arguments: Any
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """Text of a conversation under the folder's chat template.
 
         Args:
             messages: at least one {"role": str, "content": str}.
             add_generation_prompt: end with the header of an assistant message.
-            arguments: what else the template knows, such as `enable_thinking=False`; JSON values.
+            arguments: further variables that the template sees, of JSON types.
 
         Raises:
             TokenizerError: there is no template, it is broken, refused the messages, or took too
@@ -194,7 +197,10 @@ class Tokenizer:
         return self._chat.render(messages, add_generation_prompt, arguments)
 
     def encode_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **arguments: Any
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation under the folder's chat template.
 
@@ -204,7 +210,7 @@ class Tokenizer:
         Raises:
             TokenizerError: as `render_chat`.
         """
-        text = self.render_chat(messages, add_generation_prompt, **arguments)
+        text = self.render_chat(messages, add_generation_prompt, arguments)
         return self.encode(text, add_special_tokens=False)
 
     @property

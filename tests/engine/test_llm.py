@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -521,6 +522,12 @@ def test_a_prompt_of_no_known_kind_costs_the_others_nothing(llm, prompt):
     bad, good = llm.generate([prompt, GOLDEN.prompts[0]], greedy(2))
     assert "a prompt is a text, a list of token ids, or a list of chat messages" in bad.error
     assert good.token_ids == GOLDEN.greedy[0][:2]
+
+
+@pytest.mark.parametrize("prompt", [{3, 1, 2}, frozenset({1}), {1: 2}.keys(), {1: 2}.items()])
+def test_what_has_no_order_is_no_prompt(prompt):
+    with pytest.raises(ValueError, match=f"a prompt is .*, got {type(prompt).__name__}"):
+        LLM.encode(SimpleNamespace(tokenizer=None), prompt)
 
 
 def test_numpy_token_ids_and_a_single_text(llm):

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +15,7 @@ from typing import Any
 import pytest
 from small_tokenizers import train_byte_level
 
-from tbo_jax.text import Tokenizer, TokenizerError, chat, check_template_arguments
+from tbo_jax.text import Tokenizer, TokenizerError, check_template_arguments, template_client
 
 Write = Callable[[str, str], None]
 HELLO = [{"role": "user", "content": "hello"}]
@@ -111,11 +116,85 @@ def test_a_template_that_takes_too_long_is_ended(
     monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     assert render("first") == "first"
-    monkeypatch.setattr(chat, "_SECONDS", 0.5)
+    monkeypatch.setattr(template_client, "_SECONDS", 0.5)
     with pytest.raises(TokenizerError, match=r"longer than 0.5 seconds"):
         render(template)
     monkeypatch.undo()
     assert render("next") == "next"
+
+
+@pytest.fixture
+def idle() -> Iterator[subprocess.Popen[str]]:
+    """A process of its own that renders, which nobody ends but the test."""
+    with template_client._TemplateProcess()._start() as process:
+        yield process
+        process.kill()
+
+
+def test_a_template_that_nobody_ends_ends_itself(idle: subprocess.Popen[str]) -> None:
+    """As after the process that asked was killed; the time is that of one text."""
+    assert idle.stdin is not None and idle.stdout is not None
+    for template in ("first", "{{ 7 ** (9 ** 9) % 3 }}"):
+        assert idle.poll() is None
+        request = {"source": template, "variables": {}, "seconds": 0.4}
+        idle.stdin.write(json.dumps(request) + "\n")
+        idle.stdin.flush()
+        if template == "first":
+            assert json.loads(idle.stdout.readline()) == {"text": "first"}
+            time.sleep(0.6)
+    assert idle.wait(timeout=20) == -signal.SIGALRM
+
+
+def test_the_process_ends_with_its_standard_input(idle: subprocess.Popen[str]) -> None:
+    assert idle.stdin is not None
+    idle.stdin.close()
+    assert idle.wait(timeout=20) == 0
+
+
+def test_a_process_that_died_while_idle_costs_nothing() -> None:
+    assert render("first") == "first"
+    process = template_client._PROCESS._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody looked yet
+    assert render("next") == "next"
+
+
+@pytest.mark.parametrize("last_words", ["", '{"text": "hal'])
+def test_a_process_that_dies_at_work_is_said_to_have_died(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, last_words: str
+) -> None:
+    script = tmp_path / "template_process.py"
+    script.write_text(f"print('ready', flush=True); input(); print({last_words!r}, end='')")
+    process = template_client._TemplateProcess()
+    monkeypatch.setattr(template_client, "__file__", str(script))
+    with pytest.raises(TokenizerError, match="template failed: the process ended with status 0"):
+        process.render("x", {})
+    monkeypatch.undo()
+    assert process.render("next", {}) == "next"
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (subprocess, "Popen", BlockingIOError(11, "no more processes")),
+        (threading.Thread, "start", RuntimeError("no more threads")),
+    ],
+)
+def test_a_process_that_cannot_start_costs_one_text(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    process = template_client._TemplateProcess()
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(TokenizerError, match="the start of the process .* failed: .*no more"):
+        process.render("x", {})
+    monkeypatch.undo()
+    assert process.render("next", {}) == "next"
+    process.close()
 
 
 def test_templates_are_rendered_from_several_threads() -> None:
@@ -132,8 +211,11 @@ def test_a_broken_template_costs_no_tokenizer(folder: Path, write: Write) -> Non
 def test_arguments_reach_the_template() -> None:
     template = "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}{{ x.y[1] }}"
     tokenizer = Tokenizer(train_byte_level(), SPECIAL, template)
-    assert tokenizer.render_chat(HELLO, enable_thinking=False, x={"y": [1, "é"]}) == "Falseé"
-    ids = tokenizer.encode_chat(HELLO, enable_thinking=True, x={"y": [0, 1]})
+    assert (
+        tokenizer.render_chat(HELLO, arguments={"enable_thinking": False, "x": {"y": [1, "é"]}})
+        == "Falseé"
+    )
+    ids = tokenizer.encode_chat(HELLO, arguments={"enable_thinking": True, "x": {"y": [0, 1]}})
     assert tokenizer.decode(ids) == "True1"
 
 
@@ -144,6 +226,7 @@ def test_arguments_reach_the_template() -> None:
         ({"tools": []}, "'tools': the template has it already"),
         ({"add_generation_prompt": False}, "'add_generation_prompt': the template has it already"),
         ({"bos_token": "x"}, "'bos_token': the template has it already"),
+        ({"self": 1}, "'self': the template has it already"),
         ({"a b": 1}, "expected a name, got 'a b'"),
         ({"x": {1, 2}}, "'x': expected a JSON value"),
         ({"x": float("nan")}, "'x': expected a JSON value"),
@@ -158,7 +241,7 @@ def test_arguments_that_cannot_be_are_refused(arguments: Any, message: str) -> N
 def test_a_special_token_of_the_folder_is_no_argument() -> None:
     tokenizer = Tokenizer(train_byte_level(), SPECIAL, "x")
     with pytest.raises(TokenizerError, match="'image_token': the template has it already"):
-        tokenizer.render_chat(HELLO, image_token="y")
+        tokenizer.render_chat(HELLO, arguments={"image_token": "y"})
 
 
 @pytest.mark.parametrize(

@@ -158,3 +158,14 @@ def test_decode_refuses_what_is_no_id(byte_level: Tokenizer, bad: object) -> Non
 def test_encode_refuses_what_is_no_text(byte_level: Tokenizer, bad: object) -> None:
     with pytest.raises(TokenizerError, match=r"text"):
         byte_level.encode(bad)  # type: ignore[arg-type]
+
+
+def test_a_decoder_that_fails_is_an_error_that_names_no_file() -> None:
+    class Failing:
+        def decode_chain(self, tokens: list[str]) -> list[str]:
+            raise ValueError("no such byte")
+
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    backend.decoder = tokenizers.decoders.Decoder.custom(Failing())
+    with pytest.raises(TokenizerError, match="the decoder of the tokenizer failed: .*no such byte"):
+        Tokenizer(backend).decode([0])
