@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -134,6 +135,16 @@ class _TemplateProcess:
             if self._process is not None:
                 self._stop(self._process)
 
+    def forget(self) -> None:
+        """Leave the process to this one's parent, whose child this is: a fork copies its pipes."""
+        process, self._process, self._lock = self._process, None, threading.Lock()
+        if process is not None:
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                os.close(pipe.fileno())
+                pipe.detach().detach()  # type: ignore[attr-defined]
+
 
 _PROCESS = _TemplateProcess()
 atexit.register(_PROCESS.close)
+os.register_at_fork(after_in_child=_PROCESS.forget)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -293,3 +294,25 @@ def test_template_of_another_type_is_refused(folder: Path, write: Write, entry: 
     write("tokenizer_config.json", json.dumps({"chat_template": entry}))
     with pytest.raises(TokenizerError, match=r"chat_template.*expected"):
         Tokenizer.from_folder(folder)
+
+
+def test_a_forked_process_renders_by_itself():
+    """In a process without JAX, whose threads forbid a fork."""
+    code = """
+import os, sys
+from tbo_jax.text.template_client import _PROCESS, render
+assert render("{{ x }}", {"x": "first"}) == "first"
+parent = _PROCESS._process.pid
+child = os.fork()
+if not child:
+    texts = [render("{{ x }}", {"x": f"child {i}"}) for i in range(20)]
+    own = _PROCESS._process.pid != parent
+    _PROCESS.close()
+    os._exit(not (own and texts == [f"child {i}" for i in range(20)]))
+texts = [render("{{ x }}", {"x": f"parent {i}"}) for i in range(20)]
+_, status = os.waitpid(child, 0)
+assert texts == [f"parent {i}" for i in range(20)]
+assert _PROCESS._process.pid == parent
+sys.exit(status)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
