@@ -82,8 +82,9 @@ class HfConfig:
         return kind(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A true or false at `key`."""
-        value = self.values.get(key, default)
+        """A true or false at `key`, or `default` when the key is absent or null."""
+        value = self.values.get(key)
+        value = default if value is None else value
         if not isinstance(value, bool):
             raise ValueError(f"{self.source}: {key} must be true or false, got {value!r}")
         return value
@@ -102,6 +103,14 @@ class HfConfig:
                 raise ValueError(
                     f"{self.source}: {key} is not supported, expected {', '.join(keys)}"
                 )
+
+    def no_windows(self) -> None:
+        """Refuse layers with a sliding window in a model whose windows are off."""
+        if len(self.full_attention_layers(range(self.num_layers))) < self.num_layers:
+            raise ValueError(
+                f"{self.source}: layer_types has {SLIDING!r}, but no sliding window is in use: "
+                f"expected {FULL!r} for all layers"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -182,7 +191,7 @@ class HfConfig:
         if isinstance(rotary.scaling, YarnScaling):  # which some files leave at the original
             context = rotary.scaling.context
         fields: dict[str, Any] = dict(
-            model_type=self.values["model_type"],
+            model_type=self.values.get("model_type"),
             vocab_size=self.number("vocab_size"),
             hidden_size=hidden,
             intermediate_size=self.number("intermediate_size"),

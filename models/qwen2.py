@@ -16,6 +16,8 @@ def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
     """
     hf.expect("use_mrope", False, None)
     windows = hf.flag("use_sliding_window") and hf.values.get("sliding_window", 4096) is not None
+    if not windows:
+        hf.no_windows()
     first = hf.number("max_window_layers", 28, least=0)
     return hf.common(
         dtype,

@@ -13,6 +13,7 @@ from tbo_jax.moe.routing import Routing
 def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
     """The `DecoderConfig` of a Qwen2-MoE config.json."""
     hf.expect("use_sliding_window", False, None)
+    hf.no_windows()
     return hf.common(
         dtype,
         attention_bias=hf.flag("qkv_bias", True),

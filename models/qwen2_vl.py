@@ -19,6 +19,7 @@ def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
     nested = hf.nested("text_config")
     text = nested if nested.values else hf
     text.expect("use_sliding_window", False, None)
+    text.no_windows()
     tied = "tie_word_embeddings"
     return text.common(
         dtype,

@@ -12,6 +12,7 @@ from tbo_jax.models.hf_config import HfConfig
 def parse_config(hf: HfConfig, dtype: Any) -> DecoderConfig:
     """The `DecoderConfig` of a Qwen3 config.json."""
     hf.expect("use_sliding_window", False, None)
+    hf.no_windows()
     return hf.common(dtype, query_key_norm=True, default_head_dim=128)
 
 

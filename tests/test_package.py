@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import tbo_jax
+from tbo_jax._moved import MOVED
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -57,6 +58,17 @@ def test_public_names():
         assert getattr(tbo_jax, name) is not None
     assert issubclass(tbo_jax.CheckpointError, ValueError)
     assert issubclass(tbo_jax.TokenizerError, ValueError)
+
+
+MOVED_LATER = ["books", "limits", "plan", "rank", "trial"]
+
+
+def test_old_names_of_modules_still_import():
+    assert {f"engine.{name}" for name in MOVED_LATER} <= set(MOVED)
+    for old, new in MOVED.items():
+        module = importlib.import_module(f"tbo_jax.{old}")
+        assert module is importlib.import_module(f"tbo_jax.{new}")
+        assert module.__name__ == f"tbo_jax.{new}"
 
 
 def test_every_folder_is_packaged():

@@ -97,7 +97,7 @@ class XlaAttention(AttentionKernel):
         key_end = jnp.where(num_queries > 0, first_position + num_queries, 0)  # [W]
         first, *last = visible_keys(batch) or (None,)
         if first is not None:
-            lowest = jnp.maximum(lowest, first[source] - 1)
+            lowest = jnp.maximum(lowest, jnp.maximum(first[source], 0) - 1)
         if last:  # also keys after the item's own
             key_end = written_keys(batch, work, items)
             highest = jnp.minimum(last[0][source], key_end[:, None] - 1)

@@ -24,12 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from tbo_jax.host.json_files import read_json_object
+from tbo_jax.host.json_files import parse_json_object, read_json_object
 
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+LENGTH_BYTES = 8  # of the length of the header, before it
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -140,6 +141,9 @@ def _read_shards(root: Path, weight_map: Mapping[str, str]) -> dict[str, TensorI
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     offset = _start_of_data(path)
     infos: dict[str, TensorInfo] = {}
+    header = np.empty(offset - LENGTH_BYTES, np.uint8)
+    with open_file(path) as stream:
+        read_exactly(stream, LENGTH_BYTES, header)
     try:
         # The library maps the file, but touches no page behind the header.
         with safe_open(path, "numpy") as file:
@@ -157,12 +161,17 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(
             f"{path}: truncated or no safetensors file (was its download cut short?): {error}"
         ) from error
+    try:
+        # Refuses a name that occurs twice, of which the library takes the last.
+        parse_json_object(header.tobytes(), f"{path}: header")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     return infos
 
 
 def _start_of_data(path: Path) -> int:
     """Bytes before the data; names what people meet most often in place of a safetensors file."""
-    start = np.zeros(8, np.uint8)
+    start = np.zeros(LENGTH_BYTES, np.uint8)
     with open_file(path) as stream:
         size = path.stat().st_size
         if size >= len(start):
@@ -182,6 +191,7 @@ def _start_of_data(path: Path) -> int:
 
 
 def open_file(path: Path) -> FileIO:
+    """The file, unbuffered, for reading. CheckpointError if it cannot be opened."""
     try:
         return open(path, "rb", buffering=0)
     except OSError as error:

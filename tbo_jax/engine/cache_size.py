@@ -35,13 +35,18 @@ def cache_config(
     """The cache of each device of `mesh`, and the longest context that it holds.
 
     Raises:
-        ValueError: no memory for it, or a `max_context` that it has no room for.
+        ValueError: no memory for it, no room in it for two tokens, or for `max_context`.
     """
     pages, size = config.num_pages, config.page_size
     if pages is None:
         of_device = decoder.of_device(config.tensor_parallel)
         pages = least(default_num_pages(of_device, mesh, size, config.max_sequences, longest))
     held = (pages - 1) * size
+    if held < 2:
+        raise ValueError(
+            f"num_pages {pages} with page_size {size}: the cache of a device holds {held} token(s) "
+            "besides the page for padding, expected 2 or more"
+        )
     if config.max_context is not None and longest > held:
         raise ValueError(
             f"max_context {longest} does not fit: the cache of a device holds {held} tokens"

@@ -200,7 +200,9 @@ def _inside_spans(batch: ForwardBatch) -> jax.Array:
     starts = jnp.asarray(batch.cu_query_lens)
     place = jnp.asarray(batch.context_lens)[row] + token - starts[row]
     last = jnp.asarray(batch.mask_offsets).reshape(slots, 2)[:, 1]
-    seen = jnp.minimum(token + jnp.maximum(last - place, 0), starts[row + 1] - 1)
+    # Compared before anything is taken away or added: `last` may be any int32.
+    ahead = jnp.minimum(jnp.maximum(last, place) - place, starts[row + 1] - 1 - token)
+    seen = token + ahead
     furthest = jax.lax.cummax(jnp.where(live, seen, 0))
     return jnp.concatenate([jnp.zeros(1, bool), furthest[:-1] >= token[1:]])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tbo_jax.attention import paged
 from tbo_jax.attention.kernel import AttentionLoad
+from tbo_jax.host.json_files import parse_json_object, read_json_object
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.models import find_architecture
@@ -59,20 +59,15 @@ def read_shape(name: str, num_layers: int | None = None) -> DecoderConfig:
     if path.is_dir():
         path /= "config.json"
     if path.is_file():
-        text = path.read_text(encoding="utf-8")
+        values = read_json_object(path)
     elif name in list_presets():
-        text = (resources.files("tbo_jax.schedule") / "presets" / f"{name}.json").read_text("utf-8")
+        preset = resources.files("tbo_jax.schedule") / "presets" / f"{name}.json"
+        values = parse_json_object(preset.read_bytes(), name)
     else:
         raise ValueError(
             f"no model {name!r}: expected a config.json, a folder with one, or one of "
             f"{', '.join(list_presets())}"
         )
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name}: this is no JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{name}: expected an object, got {type(values).__name__}")
     architecture = find_architecture(values.get("model_type"))
     config = architecture.parse_config(HfConfig(values, name), jnp.bfloat16)
     if num_layers is None:

@@ -53,10 +53,11 @@ class DefaultSampling:
         return SamplingParams(**{**self.values, **given})
 
     def message(self) -> str | None:
-        """One line for a log, or None where there is nothing to say."""
+        """One line for a log of what changes something, or None where nothing does."""
         parts = []
-        if self.values:
-            parts.append(f"default sampling {_listed(self.values)}")
+        own = SamplingParams()
+        if changed := {k: value for k, value in self.values.items() if value != getattr(own, k)}:
+            parts.append(f"default sampling {_listed(changed)}")
         if self.not_applied:
             parts.append(f"not supported, so not applied: {_listed(self.not_applied)}")
         return f"generation_config.json: {'; '.join(parts)}" if parts else None

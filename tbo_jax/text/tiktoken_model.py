@@ -38,6 +38,7 @@ _KIMI = "|".join(
         r"\s+",
     ]
 )
+MOST_RESERVED = 10_000  # ids; each that no file names becomes a token
 # By what `auto_map` of tokenizer_config.json names, or its `tokenizer_class` where it has no map.
 _PATTERNS = {"tokenization_kimi.TikTokenTokenizer": _KIMI, "TikTokenTokenizer": _KIMI}
 
@@ -86,8 +87,16 @@ def with_reserved(tokens: DeclaredTokens, vocab_size: int) -> DeclaredTokens:
     """The tokens with those that a model reserves between the vocabulary and the last of them.
 
     They have no name in a file; `<|reserved_token_ID|>` is Kimi's, which transformers gives too.
+
+    Raises:
+        TokenizerError: a token has an id more than `MOST_RESERVED` above the vocabulary.
     """
     listed = dict(tokens.listed)
+    if (last := max(listed, default=0)) > vocab_size + MOST_RESERVED:
+        raise TokenizerError(
+            f"{tokens.source}: token {str(listed[last])!r:.80} has the id {last}; expected at most "
+            f"{vocab_size + MOST_RESERVED}, {MOST_RESERVED:,} above the vocabulary"
+        )
     for token_id in range(vocab_size, max(listed, default=0)):
         text = f"<|reserved_token_{token_id}|>"
         listed.setdefault(token_id, tokenizers.AddedToken(text, special=True))

@@ -162,6 +162,19 @@ def test_the_mask_of_causal_attention_changes_nothing() -> None:
         np.testing.assert_array_equal(out, plain)
 
 
+def test_a_first_key_far_below_zero_is_the_first_of_all() -> None:
+    case = case_of(SHAPE, [1, 17, 1], [64, 120, 0], 2)
+    zeros = np.zeros(TOKENS, np.int32)
+    from_zero, from_below = (
+        compiled(16, PLAIN)(
+            dataclasses.replace(case.batch, mask_offsets=offsets),
+            case.cache, case.queries, case.keys, case.values,
+        )[0]
+        for offsets in (zeros, np.full_like(zeros, -(2**31)))
+    )  # fmt: skip
+    np.testing.assert_array_equal(from_below, from_zero)
+
+
 @settings(max_examples=15, deadline=None)
 @given(mixes(SHAPE), st.integers(0, 99))
 @example(([TOKENS], [30]), 0)

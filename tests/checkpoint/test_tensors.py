@@ -315,6 +315,16 @@ def test_a_broken_header_is_refused(tmp_path: Path, header: object, data: bytes)
         TensorFolder.open(tmp_path)
 
 
+def test_a_tensor_that_a_header_names_twice_is_refused(tmp_path: Path) -> None:
+    first, last = (json.dumps({"x": entry(shape=shape)}) for shape in ([2], [1, 2]))
+    header = f"{first[:-1]}, {last[1:]}".encode()
+    write(tmp_path / headers.SINGLE_FILE, header, b"\0" * 8)
+    with pytest.raises(
+        CheckpointError, match=f"{headers.SINGLE_FILE}: header: .* key 'x' occurs 2 times"
+    ):
+        TensorFolder.open(tmp_path)
+
+
 def test_an_unknown_dtype_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path / headers.SINGLE_FILE, {"x": entry(dtype="C64", shape=[1])}, b"\0" * 8)
     with pytest.raises(CheckpointError, match="tensor 'x': unknown dtype 'C64', expected one of F"):

@@ -11,7 +11,10 @@ import tyro
 
 from tbo_jax import LLM, EngineConfig
 from tbo_jax.engine import devices
+from tbo_jax.engine.cache_size import cache_config
 from tbo_jax.host import folders
+from tbo_jax.parallel.sharding import make_mesh
+from tbo_jax.schedule.model_step import read_shape
 
 
 @pytest.mark.parametrize(
@@ -79,6 +82,15 @@ def test_more_cpu_devices_than_anybody_has_are_not_made(monkeypatch):
     ):
         devices.find_devices(999999)
     assert made == [devices.MOST_CPU_DEVICES]
+
+
+def test_a_cache_of_one_token_is_refused_by_what_was_given():
+    config = EngineConfig(num_pages=2, page_size=1)
+    decoder, mesh = read_shape("qwen3-30b-a3b", 1), make_mesh(1)
+    with pytest.raises(ValueError, match=r"num_pages 2 with page_size 1: .* holds 1 token\(s\)"):
+        cache_config(config, decoder, mesh, 8)
+    _, longest = cache_config(EngineConfig(num_pages=3, page_size=1), decoder, mesh, 8)
+    assert longest == 2
 
 
 def test_cache_folder_of_a_user_without_home(monkeypatch, tmp_path):

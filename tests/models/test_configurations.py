@@ -90,7 +90,7 @@ def mrope(**options) -> dict:
         ("gpt_oss", {"sliding_window": 0}, "sliding_window must be positive, got 0"),
         ("gpt_oss", {"swiglu_limit": "7"}, "swiglu_limit must be float, got '7'"),
         ("gpt_oss", {"num_experts_per_tok": 9}, "x: 9 experts a token, of only 8"),
-        ("gpt_oss", {"attention_bias": None}, "attention_bias must be true or false, got None"),
+        ("gpt_oss", {"attention_bias": 1}, "attention_bias must be true or false, got 1"),
         ("ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index must be at least -1"),
     ],
 )
@@ -99,6 +99,10 @@ def test_refused(case, changes, message):
         parse(case, **changes)
 
 
+SLIDING = {"layer_types": ["full_attention", "sliding_attention"]}
+NO_WINDOW = (
+    "x: layer_types has 'sliding_attention', but no sliding window is in use: expected 'full"
+)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
@@ -221,6 +225,11 @@ def test_a_context_beyond_all_integers_is_refused():
         ("qwen2", {"max_window_layers": -1}, "max_window_layers must be at least 0, got -1"),
         ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window must be true or false"),
         ("qwen2_vl", {"text_config": 3}, "x: text_config must be an object, got 3"),
+        ("qwen2", {"use_sliding_window": False, **SLIDING}, NO_WINDOW),
+        ("qwen2", {"sliding_window": None, **SLIDING}, NO_WINDOW),
+        ("qwen2_moe", SLIDING, NO_WINDOW),
+        ("qwen2_vl", SLIDING, NO_WINDOW),
+        ("qwen3", SLIDING, NO_WINDOW),
     ],
 )
 def test_what_nobody_reads_or_contradicts_itself_is_refused(case, changes, message):
@@ -304,6 +313,21 @@ def test_swish_is_silu(case):
     assert parse(case, hidden_act="swish") == parse(case)
 
 
+@pytest.mark.parametrize(("case", "key"), [("llama", "attention_bias"), ("qwen2_moe", "qkv_bias")])
+def test_a_null_flag_is_absent(case, key):
+    assert parse(case, **{key: None}) == parse(case, **{key: ...})
+
+
+def test_the_text_config_of_qwen2_vl_needs_no_model_type():
+    values = json.loads((DATA / "qwen2_vl" / "config.json").read_text())
+    text = {key: value for key, value in values.items() if key != "model_type"}
+    text |= values.get("text_config") or {}
+    text.pop("model_type", None)
+    config = parse("qwen2_vl", text_config=text)
+    assert config == parse("qwen2_vl")
+    assert config.model_type == "qwen2_vl"
+
+
 def test_windows_of_qwen2_and_mistral():
     def windows(case, **changes):
         config = parse(case, **changes)
@@ -314,6 +338,8 @@ def test_windows_of_qwen2_and_mistral():
     assert windows("qwen2", max_window_layers=...) == [None, None]
     assert windows("qwen2", use_sliding_window=False) == [None, None]
     assert windows("qwen2", sliding_window=None) == [None, None]
+    full = ["full_attention"] * 2
+    assert windows("qwen2", use_sliding_window=False, layer_types=full) == [None, None]
     assert windows("qwen2", layer_types=["sliding_attention", "full_attention"]) == [8, None]
     assert windows("mistral") == [8, 8]
     assert windows("mistral", sliding_window=None) == [None, None]

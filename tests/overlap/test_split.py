@@ -399,6 +399,17 @@ def test_images_and_spans_both_stay_whole() -> None:
     assert sizes_of(by_spans_and_image(batch)) == [6, 2]
 
 
+@pytest.mark.parametrize(
+    ("last", "context", "sizes"), [(2**31 - 1, 0, [5, 9]), (-(2**31), 9, [7, 7])]
+)
+def test_the_last_key_may_be_any_int32(last: int, context: int, sizes: list[int]) -> None:
+    ragged = Ragged((tuple(range(4)), tuple(range(10))), (0, context))
+    spans = np.zeros((TOKENS, 2), np.int32)
+    spans[5, 1] = last  # the row's second token: it sees all keys, or none
+    batch = dataclasses.replace(batch_of(ragged), mask_offsets=spans.reshape(-1))
+    assert sizes_of(by_spans(batch)) == sizes
+
+
 def test_spans_are_needed_to_keep_them() -> None:
     for offsets, shape in ((None, "None"), (np.zeros(TOKENS, np.int32), r"\(23,\)")):
         batch = dataclasses.replace(SMALL, mask_offsets=offsets)

@@ -66,12 +66,17 @@ def test_shapes_from_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"layers must be 1 to 48 .* got 49"):
         read_shape("qwen3-30b-a3b", 49)
     broken = tmp_path / "config.json"
-    broken.write_text("{")
-    with pytest.raises(ValueError, match="this is no JSON"):
-        read_shape(str(broken))
-    broken.write_text("[]")
-    with pytest.raises(ValueError, match="expected an object, got list"):
-        read_shape(str(tmp_path))
+    for content, message in {
+        b"{": "not valid JSON: ",
+        b"[]": "expected a JSON object, got list",
+        b'{"model_type": "\xff"}': "not valid JSON: .* can't decode",
+        b"[" * 100_000: "not valid JSON: nested too deeply",
+        b'{"head_dim": 8, "head_dim": 16}': "not valid JSON: key 'head_dim' occurs 2 times",
+    }.items():
+        broken.write_bytes(content)
+        with pytest.raises(ValueError, match=f"config.json: {message}") as error:
+            read_shape(str(tmp_path))
+        assert type(error.value) is ValueError
 
 
 def test_buckets_and_caches_hold_the_step() -> None:

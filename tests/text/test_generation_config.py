@@ -46,6 +46,14 @@ def test_what_a_caller_gives_counts(tmp_path: Path) -> None:
     assert found.params(temperature=0, seed=1) == SamplingParams(temperature=0, top_k=20, seed=1)
 
 
+def test_what_is_the_default_anyway_is_not_said(tmp_path: Path) -> None:
+    off = dict(do_sample=False, top_k=-1, top_p=1, min_p=0.0, max_new_tokens=128)
+    found = default_sampling(write(tmp_path, **off))
+    assert found.params() == SamplingParams() and found.message() is None
+    message = default_sampling(write(tmp_path, **off | {"top_k": 20})).message()
+    assert message == "generation_config.json: default sampling top_k 20"
+
+
 def test_no_file_asks_for_nothing(tmp_path: Path) -> None:
     found = default_sampling(tmp_path)
     assert found.params() == SamplingParams()

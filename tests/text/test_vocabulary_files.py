@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from small_tokenizers import SENTENCES
 
 from tbo_jax.text import IncrementalDetokenizer, Tokenizer, TokenizerError
+from tbo_jax.text.tiktoken_model import MOST_RESERVED
 
 KIMI_CLASS = "tokenization_kimi.TikTokenTokenizer"
 # As the code that comes with Kimi K2 has it.
@@ -154,6 +155,16 @@ def test_a_malformed_tiktoken_model_is_refused(tmp_path: Path, text: str, messag
     write_tiktoken(tmp_path, [])
     (tmp_path / "tiktoken.model").write_text(text)
     with pytest.raises(TokenizerError, match=message):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_an_id_far_above_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    tokens = tiktoken_tokens()
+    most = len(tokens) + MOST_RESERVED
+    write_tiktoken(tmp_path, tokens, added_tokens_decoder={str(most + 1): {"content": "<far>"}})
+    with pytest.raises(
+        TokenizerError, match=rf"config\.json: token '<far>' has the id {most + 1}; .* most {most},"
+    ):
         Tokenizer.from_folder(tmp_path)
 
 
