@@ -97,12 +97,21 @@ class KeyValueCache:
 
 
 def _zero_after(tree: Any) -> jax.Array:
-    """A zero, int32 [], that depends on every array of `tree` without XLA knowing its value."""
+    """A zero, int32 [], that depends on every array of `tree` without XLA knowing its value.
+
+    An array without elements is never computed: nothing waits for it.
+    """
     bits = jnp.zeros((), jnp.int32)
     for leaf in jax.tree.leaves(tree):
+        if leaf.size == 0:
+            continue
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
         element = jax.lax.stop_gradient(leaf).reshape(-1)[0]
+        if jnp.issubdtype(element.dtype, jnp.complexfloating):
+            element = element.real
         if jnp.issubdtype(element.dtype, jnp.floating):
-            width = jnp.dtype(element.dtype).itemsize * 8
+            width = jnp.finfo(element.dtype).bits
             element = jax.lax.bitcast_convert_type(element, f"int{width}")
         bits |= element.astype(jnp.int32)
     return (bits & 1) >> 1

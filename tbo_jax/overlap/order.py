@@ -33,7 +33,9 @@ class Order:
     def start(cls, inputs: Any) -> Order:
         """Before the first compute, of whose inputs one at least should be differentiated."""
         leaves = [
-            leaf for leaf in jax.tree.leaves(inputs) if jnp.issubdtype(leaf.dtype, jnp.inexact)
+            leaf
+            for leaf in jax.tree.leaves(inputs)
+            if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
         ]
         if not leaves:
             return cls(None, jnp.zeros((), jnp.float32))
@@ -119,7 +121,7 @@ def _begin_forward(inputs: Any, weights: Any, after: Any, token: jax.Array) -> A
 
 def _begin_backward(_: None, grads: Any) -> Any:
     inputs, weights, token = grads
-    known = jax.tree.leaves(_none_for_zeros((inputs, weights)))
+    known = [grad for grad in jax.tree.leaves(_none_for_zeros((inputs, weights))) if grad.size]
     if _is_zero(token) and known:  # nothing comes later
         token = _number(known, token.aval.manual_axis_type.varying)
     _, weights, token = _barrier(_none_for_zeros((inputs, weights, token)))
@@ -129,7 +131,7 @@ def _begin_backward(_: None, grads: Any) -> Any:
 def _number(known: list[jax.Array], axes: frozenset[str]) -> jax.Array:
     """Any number that XLA cannot know, for a constant goes past barriers; it varies over `axes`."""
     best = min(known, key=lambda grad: len(_axes(grad) - axes))
-    number = best.reshape(-1)[0].astype(jnp.float32)
+    number = jnp.real(best.reshape(-1)[0]).astype(jnp.float32)
     more = tuple(sorted(_axes(best) - axes))
     return _varying(jax.lax.psum(number, more) if more else number, axes)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from tbo_jax.overlap.written import Path, contents, find, full_name, take_apart, write
@@ -80,7 +81,7 @@ class StackedLayers(nnx.Module):
 
         def kinds(tree: Any, cut: int) -> Any:
             leaves, structure = jax.tree.flatten(tree)
-            return structure, [(leaf.shape[cut:], leaf.dtype) for leaf in leaves]
+            return structure, [_shape_and_dtype(leaf, cut) for leaf in leaves]
 
         if kinds(value, 0) != kinds(stack, 1):
             raise TypeError(
@@ -96,10 +97,17 @@ class StackedLayers(nnx.Module):
     def with_contents(self, paths: Sequence[Path], values: Sequence[Any]) -> StackedLayers:
         """A copy in which these variables hold something else."""
         arrays, copy = take_apart(self)
-        copied = copy(arrays)
+        (copied,) = copy(arrays)
         for path, value in zip(paths, values, strict=True):
             write(copied.stacked, path, value)
         return copied
+
+
+def _shape_and_dtype(leaf: Any, cut: int) -> Any:
+    """Give both for an array or a number, less its first `cut` axes; give anything else back."""
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+        return leaf
+    return jnp.shape(leaf)[cut:], jnp.result_type(leaf)
 
 
 def _difference(one: Any, other: Any) -> str | None:

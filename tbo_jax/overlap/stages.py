@@ -248,23 +248,22 @@ class _Run:
         """
         stacked = isinstance(self.layers, StackedLayers)
         held = held and (self.remat or self.order is not None)
-        arrays, copy = take_apart(touched[0][1]) if held else ([], None)
+        in_loop = _in_loop(touched[0][0])
+        copied = held or (self.remat and not in_loop)
+        arrays, copy = take_apart(*(layer for _, layer in touched)) if copied else ([], None)
+        arrays = arrays if held else [None] * len(arrays)
         found: list[tuple[int, Path]] = []
         fixed: list[tuple[int, Path, Any]] = []
 
-        def take(number: int, arrays: Any) -> Any:
-            index, layer = touched[number]
-            if number == 0 and copy is not None:
+        def take(arrays: Any) -> list[Any]:
+            if copy is not None:
                 return copy(arrays)
-            if self.remat and _in_loop(index):  # in here, so that a turn keeps no slice
-                return self.layers[index]
-            if self.remat:
-                own, again = take_apart(layer)
-                return again(own)
-            return layer
+            if self.remat:  # in here, so that a turn keeps no slice
+                return [self.layers[index] for index, _ in touched]
+            return [layer for _, layer in touched]
 
         def run(arrays: Any, *inputs: Any) -> Any:
-            used = [take(number, arrays) for number in range(len(touched))]
+            used = take(arrays)
             watched = [
                 (number, layer, contents(layer))
                 for number, layer in enumerate(used)

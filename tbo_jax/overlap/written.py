@@ -16,22 +16,29 @@ from flax import nnx
 Path = tuple[str | int, ...]
 
 
-def take_apart(layer: Any) -> tuple[list[jax.Array | None], Callable[[list[Any]], Any]]:
-    """The arrays of a layer, and what makes a copy of it with others in their place.
+def take_apart(*layers: Any) -> tuple[list[jax.Array | None], Callable[[list[Any]], list[Any]]]:
+    """The arrays of the first layer, and what copies all layers with others in their place.
 
-    None stands for what is no array. A layer that JAX does not know as a pytree is no copy.
+    None stands for what is no array of the first layer. A layer that JAX does not know as a pytree
+    is no copy.
     """
-    tree, join = layer, lambda tree: tree
-    if isinstance(layer, nnx.Pytree):  # as a graph, so that what it shares stays shared
-        graph, tree = nnx.split(layer)
-        join = lambda state: nnx.merge(graph, state)  # noqa: E731
-    leaves, structure = jax.tree.flatten(tree)
+    numbered = dict(enumerate(layers))
+    modules: Any = {n: layer for n, layer in numbered.items() if isinstance(layer, nnx.Pytree)}
+    others = {n: layer for n, layer in numbered.items() if n not in modules}
+    graph, state = nnx.split(modules)  # as one graph, so that what layers share stays shared
+    found, structure = jax.tree_util.tree_flatten_with_path((state, others))
 
-    def copy(arrays: list[Any]) -> Any:
-        pairs = zip(arrays, leaves, strict=True)
-        return join(jax.tree.unflatten(structure, [b if a is None else a for a, b in pairs]))
+    def copy(arrays: list[Any]) -> list[Any]:
+        pairs = zip(arrays, found, strict=True)
+        leaves = [leaf if array is None else array for array, (_, leaf) in pairs]
+        state, others = jax.tree.unflatten(structure, leaves)
+        copied = {**nnx.merge(graph, state), **others}
+        return [copied[number] for number in numbered]
 
-    return [leaf if isinstance(leaf, jax.Array) else None for leaf in leaves], copy
+    def of_first(path: Any, leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) and path[1].key == 0
+
+    return [leaf if of_first(path, leaf) else None for path, leaf in found], copy
 
 
 def contents(layer: Any) -> dict[Path, Any]:

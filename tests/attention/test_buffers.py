@@ -127,6 +127,10 @@ def test_waiting_moves_no_page(values: list[float], stacked: bool) -> None:
         dtype: jnp.array(values).astype(dtype) for dtype in ("float32", "bfloat16", "int32", "bool")
     }
     after["nan"] = jnp.array([[jnp.nan]])
+    after["complex"] = jnp.array(values).astype("complex64")
+    after["fp4"] = jnp.array([-1.5]).astype(jnp.float4_e2m1fn)
+    after["none"] = jnp.zeros((0, 3))
+    after["keys"] = jax.random.key(1)
     view = numbered(stacked).layer(2, after)
     assert int(view.first_page) == (10 if stacked else 0)
 
@@ -135,7 +139,7 @@ def test_waiting_depends_on_every_array() -> None:
     def first_page(after: Any) -> Any:
         return numbered(True).layer(2, after).first_page
 
-    after = (jnp.ones(2), (jnp.arange(3), jnp.ones((1, 2), bool)))
+    after = (jnp.ones(2), (jnp.arange(3), jnp.ones((1, 2), bool)), jax.random.key(0))
     jaxpr = jax.make_jaxpr(first_page)(after)
     reached = set(jaxpr.jaxpr.outvars)
     for eqn in reversed(jaxpr.eqns):

@@ -592,3 +592,24 @@ def test_stacked_layers_end() -> None:
     for index in (2, -3):
         with pytest.raises(IndexError, match=f"layer {index} of 2"):
             stacked[index]
+
+
+def test_a_carry_may_hold_empty_and_complex_arrays() -> None:
+    class Scaling(nnx.Module):
+        def compute(self, carry: Any, received: Any, cache: Any, context: Any) -> Any:
+            return carry, jax.tree.map(lambda leaf: 2 * leaf, carry), cache
+
+        def merge(self, carry: Any, received: Any, context: Any) -> Any:
+            return received
+
+        stages = (Stage(compute),)
+
+    def loss(carry: Any) -> jax.Array:
+        outputs, _ = run_layers([Scaling()] * 2, [carry] * 2, [None] * 2)
+        return sum(jnp.abs(leaf).sum() for leaf in jax.tree.leaves(outputs))
+
+    carry = {"a": jnp.zeros((0, 3)), "b": jnp.ones(2, jnp.complex64), "c": jnp.ones(2)}
+    for leaf in jax.tree.leaves(jax.grad(loss)(carry)):
+        np.testing.assert_array_equal(leaf, 8)
+    with_complex_alone = jax.grad(loss)({"b": carry["b"]})
+    np.testing.assert_array_equal(with_complex_alone["b"], 8)

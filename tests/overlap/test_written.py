@@ -257,3 +257,61 @@ def test_layers_need_not_be_flax_modules(remat: bool) -> None:
     layer = Counting()
     step([layer], 2, remat)
     assert layer.calls == 2
+
+
+class Drawing(nnx.Module):
+    """Draws keys from a stream that all layers share, in its stage and in `merge`."""
+
+    def __init__(self, stream: nnx.RngStream) -> None:
+        self.weight = nnx.Param(jnp.ones(WIDTH))
+        self.stream = stream
+
+    def noise(self) -> jax.Array:
+        return jax.random.normal(self.stream(), (WIDTH,))
+
+    def compute(self, x: Any, received: Any, cache: Any, context: Any) -> Any:
+        return x, x * self.weight[...] + self.noise(), cache
+
+    def merge(self, x: Any, received: Any, context: Any) -> Any:
+        return x + received + self.noise()
+
+    stages = (Stage(compute),)
+
+
+@pytest.mark.parametrize(
+    ("run", "count", "remat"),
+    [("eager", 2, False), ("nnx.grad", 1, True), ("nnx.grad", 2, True)],
+)
+@pytest.mark.parametrize("same", [False, True])
+def test_what_layers_share_is_written_by_all_of_them(
+    run: str, count: int, remat: bool, same: bool
+) -> None:
+    stream = nnx.Rngs(noise=0).noise
+    made = [Drawing(stream) for _ in range(LAYERS + 1)]
+    layers = nnx.List([made[0]] * len(made) if same else made)
+    RUNS[run](layers, count, remat)
+    assert all(layer.stream is stream for layer in layers)
+    assert int(stream.count[...]) == 2 * count * len(made)  # a key for each draw
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_numbers_are_kept_or_refused_when_scanned(count: int) -> None:
+    class Setting(Writing):
+        value: Any = 0.5
+
+        def compute(self, x: Any, received: Any, cache: Any, context: Any) -> Any:
+            self.mean.set_value(self.value)
+            return x, x, cache
+
+        stages = (Stage(compute),)
+
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            self.mean = nnx.BatchStat(jnp.zeros(()))
+
+    layers = StackedLayers.stack([Setting(n) for n in range(3)])
+    step(layers, count, False)
+    np.testing.assert_array_equal(layers.stacked.mean[...], [0.5] * 3)
+    for Setting.value in (1, "one"):
+        with pytest.raises(TypeError, match=r"Setting\.mean is set to another structure, shape or"):
+            step(StackedLayers.stack([Setting(n) for n in range(2)]), count, False)
