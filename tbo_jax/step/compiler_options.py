@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -106,6 +108,7 @@ def _collectives_first(ragged: bool = False, training: bool = False) -> Path:
         return _write_once(root / file, text)
     except OSError as error:
         folder = Path(tempfile.mkdtemp(prefix="tbo_jax-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         logger.warning("no profile in %s (%s), put in %s: programs are not found again in XLA's "
                        "cache", root, error, folder)  # fmt: skip
         return _write_once(folder / file, text)

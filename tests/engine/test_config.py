@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import stat
 
 import jax
 import numpy as np
@@ -93,14 +95,46 @@ def test_a_cache_of_one_token_is_refused_by_what_was_given():
     assert longest == 2
 
 
-def test_cache_folder_of_a_user_without_home(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert folders.cache_folder() == tmp_path / "tbo_jax"
-    monkeypatch.delenv("XDG_CACHE_HOME")
+@pytest.fixture
+def no_home(monkeypatch, tmp_path):
+    """Where the cache folder of a user without home is expected; the temporary files are empty."""
 
     def nobody(self):
         raise RuntimeError("Could not determine home directory.")
 
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(folders.Path, "expanduser", nobody)
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"tbo_jax-{os.getuid()}"
+
+
+def test_cache_folder_of_a_user_with_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert folders.cache_folder() == tmp_path / "tbo_jax"
+
+
+def test_cache_folder_of_a_user_without_home(no_home):
+    assert folders.cache_folder() == no_home
+    assert stat.S_IMODE(no_home.stat().st_mode) == 0o700
+    folders._own_folder.cache_clear()  # as another process would
+    assert folders.cache_folder() == no_home
+
+
+@pytest.mark.parametrize("kind", ["another's", "writable", "link", "file"])
+def test_a_cache_folder_that_somebody_else_can_write_is_not_used(no_home, monkeypatch, kind):
+    if kind == "file":
+        no_home.touch()
+    elif kind == "link":
+        (no_home.parent / "elsewhere").mkdir()
+        no_home.symlink_to(no_home.parent / "elsewhere")
+    else:
+        no_home.mkdir()
+        no_home.chmod(0o777 if kind == "writable" else 0o700)
+    if kind == "another's":
+        user = os.getuid() + 1
+        monkeypatch.setattr(folders.os, "getuid", lambda: user)
+        no_home.rename(no_home.parent / f"tbo_jax-{user}")
     folder = folders.cache_folder()
-    assert folder.name.startswith("tbo_jax-") and folder.parent.is_dir()
+    assert folder == folders.cache_folder()  # one for the process
+    assert folder.name not in (no_home.name, f"tbo_jax-{os.getuid()}")
+    assert folder.parent == no_home.parent and stat.S_IMODE(folder.stat().st_mode) == 0o700

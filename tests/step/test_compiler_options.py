@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,13 +73,23 @@ def test_the_profile_is_written_once(own_cache: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_no_obstacle(
-    own_cache: Path, caplog: pytest.LogCaptureFixture
+    own_cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(
+        module.atexit,
+        "register",
+        lambda *args, **options: at_exit.append(partial(*args, **options)),
+    )
     (own_cache / "tbo_jax").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
         options = compiler_options("gpu", 8, 2)
-    assert Path(str(options["xla_gpu_pgle_profile_file_or_directory_path"])).is_file()
+    profile = Path(str(options["xla_gpu_pgle_profile_file_or_directory_path"]))
+    assert profile.is_file()
     assert "no profile in" in caplog.text
+    for call in at_exit:
+        call()
+    assert not profile.parent.exists()
 
 
 def test_tpu_gets_asynchronous_collectives() -> None:
