@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tbo_jax.attention.cache import KeyValueCache, PageLayout, page_shapes
 from tbo_jax.attention.work import AttentionWork
+from tbo_jax.overlap.checks import whole_number
 from tbo_jax.parallel.sharding import RANKS, TENSOR, make_mesh, num_ranks
 
 
@@ -67,17 +68,15 @@ def allocate_attention_buffers(
         mesh: of `make_mesh`; default the first device.
 
     Raises:
-        ValueError: a size below 1, or fewer than 2 pages.
+        ValueError: a size that is no integer or below 1, or fewer than 2 pages.
     """
     sizes = dict(
         num_layers=num_layers, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
         max_tokens=max_tokens, num_micro_batches=num_micro_batches,
     )  # fmt: skip
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-    if num_pages < 2:
-        raise ValueError(f"num_pages must be at least 2 (page 0 is for padding), got {num_pages}")
+        whole_number(name, size, 1)
+    whole_number("num_pages", num_pages, 2, " (page 0 is for padding)")
     mesh = make_mesh(1) if mesh is None else mesh
     arrays = 1 if stacked else num_layers
     rows = num_ranks(mesh) * num_pages * (num_layers if stacked else 1)

@@ -1,1 +1,1 @@
-"""The machine that runs the program: folders, and bars on its terminal."""
+"""The machine that runs the program: folders, JSON files, commands, bars on a terminal, quiet."""

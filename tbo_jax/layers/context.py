@@ -70,7 +70,7 @@ class DenseAttention:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Context of the layers in `models/` for one micro-batch of T tokens."""
+    """Context of the layers in `layers/` for one micro-batch of T tokens."""
 
     attention: Attention
     exchange: Exchange

@@ -62,19 +62,23 @@ class DenseLayer(nnx.Module):
         self.mlp = GatedMlp(config, config.intermediate_size, sharded=True, rngs=rngs)
 
     def attend(self, hidden, received, cache, context: LayerContext):
+        """Residual stream [T, D] -> it, partial sums of the attention [T, D], and the cache."""
         attended, cache = self.self_attn(self.input_layernorm(hidden), cache, context)
         return self.self_attn.o_proj.add_bias(hidden), attended, cache
 
     def feed(self, hidden, attended, cache, context: LayerContext):
+        """Residual stream and attention [T, D] -> their sum, partial sums of the MLP, the cache."""
         hidden = hidden + attended
         fed = self.mlp.partial(self.post_attention_layernorm(hidden))
         return self.mlp.down_proj.add_bias(hidden), fed, cache
 
     def attend_and_feed(self, hidden, received, cache, context: LayerContext):
+        """The whole layer as one stage: `attend`, then `feed`."""
         hidden, attended, cache = self.attend(hidden, received, cache, context)
         return self.feed(hidden, attended, cache, context)
 
     def merge(self, hidden, fed, context: LayerContext):
+        """Residual stream plus what the feed-forward gave, [T, D]."""
         return hidden + fed
 
     on_one_device = (Stage(attend_and_feed),)
@@ -109,10 +113,12 @@ class SparseLayer(nnx.Module):
         self.mlp.share_stack(stacked.mlp, index)
 
     def attend(self, hidden, received, cache, context: LayerContext):
+        """Residual stream [T, D] -> it, partial sums of the attention [T, D], and the cache."""
         attended, cache = self.self_attn(self.input_layernorm(hidden), cache, context)
         return self.self_attn.o_proj.add_bias(hidden), attended, cache
 
     def route(self, hidden, attended, cache, context: LayerContext):
+        """Sum of residual stream and attention -> carry, message to the experts, and the cache."""
         hidden = context.tensor.part(hidden) + attended
         normed = self.post_attention_layernorm(hidden)
         message, places, cache = self.mlp.route(normed, cache, context)
@@ -120,20 +126,24 @@ class SparseLayer(nnx.Module):
         return (hidden, places, kept), message, cache
 
     def run_experts(self, carry, received, cache, context: LayerContext):
+        """Tokens received -> carry, the experts' results for them, and the cache."""
         hidden, places, normed = carry
         if normed is not None:
             hidden = hidden + self.mlp.shared(normed)
         return (hidden, places), self.mlp.apply(received, context), cache
 
     def collect(self, carry, received, cache, context: LayerContext):
+        """Results received -> residual stream plus each token's sum of them."""
         hidden, places = carry
         return None, hidden + context.exchange.unpack_results(received, places), cache
 
     def attend_and_route(self, hidden, received, cache, context: LayerContext):
+        """Two stages in one: `attend`, then `route`."""
         hidden, attended, cache = self.attend(hidden, received, cache, context)
         return self.route(hidden, attended, cache, context)
 
     def merge(self, carry, received, context: LayerContext):
+        """Residual stream [T, D] after the layer."""
         if context.tensor.size > 1:
             return received
         _, hidden, _ = self.collect(carry, received, None, context)

@@ -40,6 +40,3 @@ class StoredExperts:
 
     projections: tuple[Projection, ...]
     bias: bool = False
-
-
-Stored = StoredAs | StoredRows | StoredExperts

@@ -22,6 +22,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from tbo_jax.overlap.checks import whole_number
+
 NODES = "nodes"
 RANKS = (NODES, "ranks")
 TENSOR = "tensor"
@@ -61,15 +63,14 @@ def make_mesh(
         ValueError: fewer devices exist, they do not divide, or processes have more than others.
     """
     devices = jax.devices() if devices is None else devices
-    wanted = len(devices) if num_devices is None else num_devices
+    wanted = len(devices) if num_devices is None else whole_number("num_devices", num_devices, 1)
     if not 1 <= wanted <= len(devices):
         raise ValueError(
             f"{wanted} devices were asked for, {len(devices)} exist on platform "
             f"{devices[0].platform!r}: expected 1 to {len(devices)}"
         )
     for name, size in {"tensor": tensor, "nodes": nodes}.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+        whole_number(name, size, 1)
     of_process = Counter(device.process_index for device in devices[:wanted])
     if len(set(of_process.values())) > 1:
         raise ValueError("processes with different numbers of devices: expected as many in each")

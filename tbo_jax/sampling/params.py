@@ -61,10 +61,6 @@ class SamplingParams:
             raise _refuse("ignore_eos", self.ignore_eos, "True or False")
         self._set_stop()
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
     def _set(self, field: str, value: Any) -> None:
         object.__setattr__(self, field, value)  # the dataclass is frozen once this is over
 

@@ -120,15 +120,6 @@ class Computation:
     def parameters(self) -> dict[int, Instruction]:
         return {int(i.literal): i for i in self.instructions if i.opcode == "parameter"}
 
-    @cached_property
-    def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that read each one."""
-        found: dict[str, list[Instruction]] = {}
-        for instruction in self.instructions:
-            for operand in dict.fromkeys(instruction.operands):
-                found.setdefault(operand, []).append(instruction)
-        return found
-
     def operands(self, instruction: Instruction) -> list[Instruction]:
         """The instructions that one of these reads, in its order."""
         return [self.by_name[name] for name in instruction.operands if name in self.by_name]

@@ -93,8 +93,15 @@ def test_size_below_one_is_refused(name: str) -> None:
         allocate_attention_buffers(**SIZES | {name: 0})
 
 
+@pytest.mark.parametrize("size", [True, 2.0, "2"])
+@pytest.mark.parametrize("name", ["num_pages", "num_micro_batches", "head_dim"])
+def test_size_that_is_no_integer_is_refused(name: str, size: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be an integer from [12], got {size!r}"):
+        allocate_attention_buffers(**SIZES | {name: size})
+
+
 def test_padding_page_alone_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"num_pages must be at least 2 .* got 1"):
+    with pytest.raises(ValueError, match=r"num_pages must be at least 2, got 1 \(page 0 is"):
         allocate_attention_buffers(**SIZES | {"num_pages": 1})
 
 

@@ -38,14 +38,16 @@ def test_ranks_are_groups_of_neighbours() -> None:
     ("options", "error"),
     [
         ({"num_devices": 9}, "9 devices were asked for, 8 exist"),
-        ({"num_devices": 0}, "0 devices were asked for"),
+        ({"num_devices": 0}, "num_devices must be at least 1, got 0"),
+        ({"num_devices": 2.0}, r"num_devices must be an integer from 1, got 2\.0"),
+        ({"tensor": True}, "tensor must be an integer from 1, got True"),
         ({"tensor": 3}, r"8 device\(s\) do not divide .* 3-way .* a multiple of 3"),
         ({"tensor": 0}, "tensor must be at least 1, got 0"),
         ({"nodes": -1}, "nodes must be at least 1, got -1"),
         ({"num_devices": 6, "tensor": 2, "nodes": 2}, "expected a multiple of 4"),
     ],
 )
-def test_a_mesh_that_cannot_be(options: dict[str, int], error: str) -> None:
+def test_a_mesh_that_cannot_be(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         make_mesh(**options)
 

@@ -72,7 +72,6 @@ def test_parameters_are_normalised() -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
     assert type(params.temperature) is float and type(params.top_k) is int
     assert hash(params) == hash(SamplingParams(**{f: getattr(params, f) for f in params.__slots__}))
-    assert SamplingParams().is_greedy and not params.is_greedy
 
 
 def test_parameters_do_not_import_jax() -> None:

@@ -86,7 +86,6 @@ def test_who_calls_and_who_reads() -> None:
     module = parse(GPU)
     entry = module.entry
     assert [c.name for c in module.called(entry.by_name["fusion"])] == ["fused"]
-    assert [i.name for i in entry.users["p"]] == ["start", "fusion"]
     assert [i.name for i in entry.operands(entry.by_name["fusion"])] == ["p", "q"]
     walked = [i.name for i in module.walk(entry)]
     assert walked.index("fusion") < walked.index("neg.1") < walked.index("done")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tbo_jax.engine.scheduling.request import Request
+from tbo_jax.overlap.checks import whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +19,14 @@ class Limits:
     max_context: int  # of a request, prompt and generated together
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "max_sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more")
+        least = dict(page_size=1, num_pages=2, max_sequences=1, max_tokens=1, max_context=2)
+        for name, number in least.items():
+            whole_number(name, getattr(self, name), number)
         if self.max_tokens < self.max_sequences:
             raise ValueError(
                 f"max_tokens is {self.max_tokens}; expected at least max_sequences, "
                 f"{self.max_sequences}, so that a step has room for every row's next token"
             )
-        if self.max_context < 2:
-            raise ValueError(f"max_context is {self.max_context}; expected 2 or more")
 
     @property
     def pool_tokens(self) -> int:

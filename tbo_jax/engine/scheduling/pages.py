@@ -26,6 +26,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
+        """How many pages can be handed out now."""
         return len(self._free)
 
     def allocate(self, n: int) -> list[int] | None:

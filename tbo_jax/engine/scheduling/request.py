@@ -52,10 +52,12 @@ class Request:
 
     @property
     def num_generated(self) -> int:
+        """Tokens so far without the prompt's."""
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
     def generated_token_ids(self) -> list[int]:
+        """Ids of the tokens after the prompt's; a copy."""
         return self.token_ids[len(self.prompt_token_ids) :]
 
     @property
@@ -70,4 +72,5 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
         return self.finish_reason is not None

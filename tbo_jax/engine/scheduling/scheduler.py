@@ -45,6 +45,7 @@ from tbo_jax.engine.scheduling.limits import Limits
 from tbo_jax.engine.scheduling.plan import Propose, RankStep, SchedulerStatistics, StepPlan
 from tbo_jax.engine.scheduling.rank import Rank, arrival_of
 from tbo_jax.engine.scheduling.request import FinishReason, Request, unread_token
+from tbo_jax.overlap.checks import whole_number
 
 
 class Scheduler:
@@ -72,8 +73,7 @@ class Scheduler:
         max_tokens: int,
         max_context: int,
     ) -> None:
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks is {num_ranks}; expected 1 or more")
+        whole_number("num_ranks", num_ranks, 1)
         self.limits = Limits(page_size, num_pages, max_sequences, max_tokens, max_context)
         self.statistics = SchedulerStatistics()
         self._ranks = self._new_ranks(num_ranks)
@@ -86,6 +86,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """Whether a request is unfinished."""
         return bool(self._requests)
 
     @property

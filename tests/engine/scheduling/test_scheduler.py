@@ -112,15 +112,17 @@ def free_pages(scheduler: Scheduler) -> list[int]:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_ranks": 0}, "num_ranks is 0"),
-        ({"page_size": 0}, "page_size is 0"),
-        ({"max_sequences": 0}, "max_sequences is 0"),
-        ({"num_pages": 1}, "num_pages is 1"),
-        ({"max_context": 1}, "max_context is 1"),
+        ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
+        ({"page_size": 0}, "page_size must be at least 1, got 0"),
+        ({"max_sequences": 0}, "max_sequences must be at least 1, got 0"),
+        ({"num_pages": 1}, "num_pages must be at least 2, got 1"),
+        ({"max_context": 1}, "max_context must be at least 2, got 1"),
+        ({"num_ranks": True}, "num_ranks must be an integer from 1, got True"),
+        ({"page_size": 4.0}, r"page_size must be an integer from 1, got 4\.0"),
         ({"max_sequences": 17}, "max_tokens is 16; expected at least max_sequences, 17"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused(sizes: dict[str, int], message: str) -> None:
+def test_sizes_that_cannot_work_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         scheduler_of(**sizes)
 
