@@ -67,11 +67,11 @@ def choose_kernels(device: Any, config: DecoderConfig, masked: bool = False) -> 
     if not _takes("attention", platform, attention.unsupported(shape, device)):
         attention = XlaAttention
     of_experts = expert_shape(config)
-    experts: type[ExpertKernel] = EXPERTS.get(platform, XlaExperts)
-    if config.num_experts and not _takes(
-        "experts", platform, experts.unsupported(of_experts, device)
-    ):
-        experts = XlaExperts
+    experts: type[ExpertKernel] = XlaExperts  # that a dense model has no use for
+    if config.num_experts:
+        kernel = EXPERTS.get(platform, XlaExperts)
+        if _takes("experts", platform, kernel.unsupported(of_experts, device)):
+            experts = kernel
     return Kernels(attention(shape), experts(of_experts))
 
 

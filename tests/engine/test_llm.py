@@ -563,8 +563,8 @@ def test_text_prompts_and_statistics(llm):
         ({"max_context": 128, "num_pages": 8}, "max_context 128 does not fit: .* 28 tokens"),
         ({"page_size": 0}, "page_size must be at least 1, got 0"),
         ({"max_tokens": 1}, "max_tokens is 1: expected at least max_sequences, 2"),
-        ({"dtype": "float16"}, "dtype 'float16' is not supported"),
-        ({"transport": "pigeon"}, "unknown transport 'pigeon'"),
+        ({"dtype": "float16"}, "dtype is 'float16': expected"),
+        ({"transport": "pigeon"}, "transport is 'pigeon': expected"),
     ],
 )
 def test_bad_arguments(folder, options, message):

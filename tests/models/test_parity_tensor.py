@@ -14,8 +14,10 @@ slow = pytest.mark.slow
     [
         ("llama_bias", 2, 2, 2),  # all biases
         ("qwen3_moe_mixed", 4, 2, 2),  # dense and sparse layers
-        ("glm4_moe", 4, 2, 3),  # shared experts; 43 tokens, which 2 devices do not divide
-        ("qwen3_moe", 4, 4, 1),  # more devices than key/value heads
+        pytest.param(
+            "glm4_moe", 4, 2, 3, marks=slow
+        ),  # shared experts; 43 tokens, which 2 devices do not divide
+        pytest.param("qwen3_moe", 4, 4, 1, marks=slow),  # more devices than key/value heads
         ("deepseek_v3", 4, 2, 2),  # one key/value head, and factors of each head
         pytest.param("gpt_oss", 4, 2, 2, marks=slow),  # sinks, biases of experts
         *[
@@ -43,7 +45,7 @@ def test_tensor_parallel(name, devices, tensor, micro_batches):
 
 
 @slow
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=slow), "qwen3_moe"])
 def test_tensor_parallel_scanned(name):
     runner = make_runner(name, devices=4, tensor=2, micro_batches=2, scanned=True)
     check_against_golden(runner, name)

@@ -46,10 +46,13 @@ def bytes_per_device(tree, devices):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) // devices
 
 
-@pytest.mark.parametrize("scanned", [False, True])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("scanned", [pytest.param(False, marks=SLOW), True])
 @pytest.mark.parametrize(
     ("devices", "micro_batches"),
-    [(1, 1), pytest.param(1, 2, marks=pytest.mark.slow), (4, 1), (4, 2)],
+    [(1, 1), pytest.param(1, 2, marks=SLOW), pytest.param(4, 1, marks=SLOW), (4, 2)],
 )
 def test_cache_is_updated_in_place(devices, micro_batches, scanned):
     runner = make_runner(devices=devices, micro_batches=micro_batches, scanned=scanned)

@@ -57,7 +57,8 @@ def test_the_ragged_transport_gives_the_same_logits(expected, micro_batches: int
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_two_level_transport_gives_the_same_logits(expected, micro_batches: int) -> None:
     found = logits_of(make_runner(micro_batches, nodes=2, transport="two_level"))
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
