@@ -127,8 +127,7 @@ def help_of(program: str) -> str:
             patch.setattr(sys, "argv", ["tbo-jax", *arguments])
             getattr(importlib.import_module(module), function)()
         elif words[1] == "-m":
-            patch.setattr(sys, "argv", arguments)
-            runpy.run_module(words[2], run_name="__main__", alter_sys=False)
+            importlib.import_module(f"{words[2]}.__main__").main(["--help"], program)
         else:
             path = ROOT / words[1]
             patch.syspath_prepend(str(path.parent))

@@ -51,6 +51,7 @@ def test_bring_your_own_model_decides_nothing(example, monkeypatch):
         example("bring_your_own_model").main()
 
 
+@pytest.mark.slow
 def test_train_writes_a_model_and_resumes_on_more_devices(example, monkeypatch, tmp_path):
     train = example("train")
     text = tmp_path / "text.txt"

@@ -52,7 +52,7 @@ def cache_config(
             f"max_context {longest} does not fit: the cache of a device holds {held} tokens"
         )
     longest = min(longest, held)
-    if config.max_sequences > held:
+    if config.max_sequences > max(held, EngineConfig.max_sequences):
         raise ValueError(
             f"max_sequences is {config.max_sequences}: expected at most {held}, the tokens that "
             "the cache of a device holds"

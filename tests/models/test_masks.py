@@ -197,6 +197,7 @@ def test_micro_batches_and_devices_equal_the_whole(name):
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(other, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_two_documents_in_one_sequence_do_not_see_each_other():
     """The logits of transformers for each, since only the difference of positions counts."""
     golden = Golden("qwen3_moe")

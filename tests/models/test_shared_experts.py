@@ -38,7 +38,9 @@ def inputs():
     return jax.random.normal(jax.random.key(0), (TOKENS, 48))
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("qwen2_moe", marks=pytest.mark.slow), "ernie4_5_moe"]
+)
 def test_shared_experts_do_not_wait_for_the_dispatch(name):
     layer, context = layer_and_context(name)
     x = inputs()

@@ -148,7 +148,8 @@ slow = pytest.mark.slow
     [
         pytest.param(DENSE, 1, 1, False, False, id="dense"),
         pytest.param(DENSE, 4, 3, True, False, marks=slow, id="dense-4-devices-3-parts-scanned"),
-        pytest.param(MIXED, 4, 2, False, True, id="mixed-4-devices-2-parts-remat"),
+        pytest.param(MIXED, 4, 2, False, True, marks=slow, id="mixed-4-devices-2-parts-remat"),
+        pytest.param(SPARSE, 2, 2, True, True, id="sparse-2-devices-2-parts-remat"),
         *[
             pytest.param(config, devices, count, scanned, remat, marks=slow)
             for config, scanned in ((DENSE, False), (MIXED, False), (SPARSE, True))

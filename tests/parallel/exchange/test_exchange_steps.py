@@ -51,7 +51,8 @@ def expected() -> np.ndarray:
     return logits_of(make_runner(1))
 
 
-@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_ragged_transport_gives_the_same_logits(expected, micro_batches: int) -> None:
     found = logits_of(make_runner(micro_batches, transport="ragged_all_to_all"))
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
