@@ -153,8 +153,10 @@ slow = pytest.mark.slow
         *[
             pytest.param(config, devices, count, scanned, remat, marks=slow)
             for config, scanned in ((DENSE, False), (MIXED, False), (SPARSE, True))
-            for devices, count in ((1, 1), (1, 2), (1, 3), (2, 2), (4, 1), (4, 2), (4, 3))
-            for remat in (False, True)
+            for devices, count, remat in (
+                (1, 1, False), (1, 2, True), (1, 3, False), (4, 1, True), (4, 2, False),
+                (4, 3, True),
+            )
         ],
     ],
 )  # fmt: skip
