@@ -58,7 +58,7 @@ def cache_config(
             "the cache of a device holds"
         )
     # No step has more tokens than the pages hold; what is sized by it need not be larger.
-    most = min(config.max_tokens, held)
+    most = min(config.max_tokens, max(held, config.max_sequences))
     return CacheConfig(pages, size, -(-longest // size), most), longest
 
 
