@@ -7,32 +7,16 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from tbo_jax.parallel.exchange.base import Exchange, ExchangeSpec
-from tbo_jax.parallel.exchange.message import (
-    MessageFormat,
-    Placement,
-    local_experts,
-    rows_at,
-    sum_returned,
-    take,
-)
+from tbo_jax.parallel.exchange.base import ShardedExchange
+from tbo_jax.parallel.exchange.message import Placement, rows_at, sum_returned, take
 
 
 @dataclass(frozen=True)
-class PaddedAllToAll(Exchange):
+class PaddedAllToAll(ShardedExchange):
     """Each device's tokens packed per destination, in blocks of T rows, by `all_to_all`.
 
     T rows hold all tokens of a device, so that no routing overflows them.
     """
-
-    axis: str | tuple[str, ...]
-    num_devices: int
-    experts_per_device: int
-    form: MessageFormat
-
-    @classmethod
-    def make(cls, spec: ExchangeSpec):
-        return cls(spec.axis, spec.num_devices, spec.experts_per_device, spec.form)
 
     def pack(self, hidden, experts, weights):
         tokens, devices = hidden.shape[0], self.num_devices
@@ -46,10 +30,6 @@ class PaddedAllToAll(Exchange):
     def dispatch(self, message):
         return jax.lax.all_to_all(message, self.axis, 0, 0)
 
-    def unpack(self, received):
-        hidden, experts, weights = self.form.part(received.reshape(-1, received.shape[-1]))
-        return hidden, local_experts(experts, self.axis, self.experts_per_device), weights
-
     def pack_results(self, results, received):
         return results.reshape(self.num_devices, -1, results.shape[-1])
 
@@ -58,7 +38,3 @@ class PaddedAllToAll(Exchange):
 
     def unpack_results(self, returned, places):
         return sum_returned(returned.reshape(-1, returned.shape[-1]), places)
-
-    def link_bytes(self, tokens, hidden_size, dtype):
-        row = self.form.row_bytes(hidden_size, dtype) + hidden_size * jnp.dtype(dtype).itemsize
-        return (self.num_devices - 1) * tokens * row

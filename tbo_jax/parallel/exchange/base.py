@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 import jax
 
-from tbo_jax.parallel.exchange.message import MessageFormat
-
-
-@dataclass(frozen=True)
-class ExchangeSpec:
-    """Between whom an exchange is, and what it carries."""
-
-    axis: str | tuple[str, ...]  # of the mesh, or several
-    num_devices: int  # R, of all of these axes
-    num_nodes: int  # size of the first axis, for a transport that tells nodes apart
-    experts_per_device: int
-    form: MessageFormat
-    platform: str  # of the devices
+from tbo_jax.parallel.exchange.message import MessageFormat, local_experts
 
 
 class Exchange(Protocol):
@@ -27,10 +15,6 @@ class Exchange(Protocol):
 
     # Whether rows are sent as routed, their number told in a collective of its own.
     sizes_are_data: ClassVar[bool] = False
-
-    @classmethod
-    def make(cls, spec: ExchangeSpec) -> Self:
-        """The exchange between the devices of `spec`; ValueError where it cannot be."""
 
     def pack(self, hidden, experts, weights) -> tuple[Any, Any]:
         """[T, D], [T, K] int32 global ids (negative: no expert), [T, K] -> message, places."""
@@ -52,6 +36,26 @@ class Exchange(Protocol):
 
     def link_bytes(self, tokens: int, hidden_size: int, dtype: Any) -> int:
         """Bytes that a device sends to others for T = `tokens`, both ways; at most, if ragged."""
+
+
+@dataclass(frozen=True)
+class ShardedExchange(Exchange):
+    """What a transport between several devices is told, and what most of them do alike."""
+
+    axis: str | tuple[str, ...]  # of the mesh, or several
+    num_devices: int  # R, of all of these axes
+    num_nodes: int  # size of the first axis, for a transport that tells nodes apart
+    experts_per_device: int
+    form: MessageFormat
+    platform: str  # of the devices
+
+    def unpack(self, received):
+        hidden, experts, weights = self.form.part(received.reshape(-1, received.shape[-1]))
+        return hidden, local_experts(experts, self.axis, self.experts_per_device), weights
+
+    def link_bytes(self, tokens, hidden_size, dtype):
+        rows = (self.num_devices - 1) * tokens  # each token once to every other device
+        return rows * self.form.round_trip_bytes(hidden_size, dtype)
 
 
 def check_divisible(num_experts: int, num_devices: int) -> None:

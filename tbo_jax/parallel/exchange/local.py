@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tbo_jax.parallel.exchange.base import Exchange, ExchangeSpec
+from tbo_jax.parallel.exchange.base import Exchange
 
 
 @dataclass(frozen=True)
 class LocalExchange(Exchange):
     """All experts on one device: nothing travels."""
-
-    @classmethod
-    def make(cls, spec: ExchangeSpec):
-        return cls()
 
     def pack(self, hidden, experts, weights):
         return (hidden, experts, weights), None

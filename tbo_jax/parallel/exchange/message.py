@@ -120,6 +120,10 @@ class MessageFormat:
             return (hidden_size + 3 * self.top_k) * width
         return hidden_size + 4 + self.top_k * (width + 4)
 
+    def round_trip_bytes(self, hidden_size: int, dtype: Any) -> int:
+        """Bytes of a row, and of the sum [D] that travels back for it."""
+        return self.row_bytes(hidden_size, dtype) + hidden_size * jnp.dtype(dtype).itemsize
+
 
 def _join(hidden: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
     shifted = experts + 1  # 0: no expert

@@ -20,9 +20,8 @@ from math import comb
 import jax
 import jax.numpy as jnp
 
-from tbo_jax.parallel.exchange.base import Exchange, ExchangeSpec
+from tbo_jax.parallel.exchange.base import ShardedExchange
 from tbo_jax.parallel.exchange.message import (
-    MessageFormat,
     Placement,
     local_experts,
     rows_at,
@@ -32,7 +31,7 @@ from tbo_jax.parallel.exchange.message import (
 
 
 @dataclass(frozen=True)
-class RaggedAllToAll(Exchange):
+class RaggedAllToAll(ShardedExchange):
     """Each device's tokens packed per destination one after another; see `base.Exchange`.
 
     A message goes with its sizes: how many rows this device sends to each, [R] int32, and of what
@@ -40,15 +39,6 @@ class RaggedAllToAll(Exchange):
     """
 
     sizes_are_data = True
-
-    axis: str | tuple[str, ...]
-    num_devices: int
-    experts_per_device: int
-    form: MessageFormat
-
-    @classmethod
-    def make(cls, spec: ExchangeSpec):
-        return cls(spec.axis, spec.num_devices, spec.experts_per_device, spec.form)
 
     def pack(self, hidden, experts, weights):
         placement = Placement.of(experts, self.num_devices, self.experts_per_device)
@@ -104,7 +94,7 @@ class RaggedAllToAll(Exchange):
         return sum_returned(returned, places)
 
     def link_bytes(self, tokens, hidden_size, dtype):
-        row = self.form.row_bytes(hidden_size, dtype) + hidden_size * jnp.dtype(dtype).itemsize
+        row = self.form.round_trip_bytes(hidden_size, dtype)
         told = 2 * 4 * (self.num_devices - 1)
         return min(self.num_devices - 1, self.form.top_k) * tokens * row + told
 

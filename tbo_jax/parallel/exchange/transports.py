@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from tbo_jax.parallel.exchange.all_gather import AllGather
 from tbo_jax.parallel.exchange.all_to_all import PaddedAllToAll
-from tbo_jax.parallel.exchange.base import Exchange, ExchangeSpec, check_divisible
+from tbo_jax.parallel.exchange.base import Exchange, ShardedExchange, check_divisible
 from tbo_jax.parallel.exchange.local import LocalExchange
 from tbo_jax.parallel.exchange.message import DISPATCH_DTYPES, DispatchDtype, MessageFormat
 from tbo_jax.parallel.exchange.ragged import RaggedAllToAll
@@ -37,7 +37,7 @@ from tbo_jax.parallel.exchange.two_level import TwoLevel
 
 Transport = Literal["all_to_all", "all_gather", "ragged_all_to_all", "two_level"]
 
-TRANSPORTS: Mapping[Transport, type[Exchange]] = {
+TRANSPORTS: Mapping[Transport, type[ShardedExchange]] = {
     "all_to_all": PaddedAllToAll,
     "all_gather": AllGather,
     "ragged_all_to_all": RaggedAllToAll,
@@ -84,7 +84,7 @@ def make_exchange(
     check_divisible(num_experts, num_devices)
     if num_devices == 1:
         return LocalExchange()
-    spec = ExchangeSpec(
+    return TRANSPORTS[transport](
         axis,
         num_devices,
         num_nodes,
@@ -92,4 +92,3 @@ def make_exchange(
         MessageFormat(top_k, dispatch_dtype, dtype),
         platform,
     )
-    return TRANSPORTS[transport].make(spec)

@@ -13,7 +13,8 @@ was hidden (4 layers, modelled). On a stream of their own they are one asynchron
 all but the last layer's combines is hidden, 89 %.
 
 Of R devices in N nodes, for T tokens a device, the padded flat exchange sends (R - R / N) T rows
-over the slow link each way. This one sends (N - 1) T, and (R - N) T over the fast one.
+over the slow link each way. This one sends (N - 1) T, and (R - N) T over the fast one: as many in
+all, (R - 1) T.
 """
 
 from __future__ import annotations
@@ -24,43 +25,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compute_on import compute_on
 
-from tbo_jax.parallel.exchange.base import Exchange, ExchangeSpec
-from tbo_jax.parallel.exchange.message import (
-    MessageFormat,
-    Placement,
-    local_experts,
-    rows_at,
-    sum_returned,
-    take,
-)
+from tbo_jax.parallel.exchange.base import ShardedExchange
+from tbo_jax.parallel.exchange.message import Placement, rows_at, sum_returned, take
 
 
 @dataclass(frozen=True)
-class TwoLevel(Exchange):
+class TwoLevel(ShardedExchange):
     """See `base.Exchange`; a node is a place on the first axis of the mesh."""
 
-    axis: tuple[str, ...]  # of the nodes, then those within a node
-    num_nodes: int
-    num_devices: int
-    experts_per_device: int
-    form: MessageFormat
-    own_stream: bool = False  # on GPU: the hops of a direction as one asynchronous call
-
-    @classmethod
-    def make(cls, spec: ExchangeSpec):
-        if isinstance(spec.axis, str) or len(spec.axis) < 2:
+    def __post_init__(self) -> None:
+        if isinstance(self.axis, str) or len(self.axis) < 2:
             raise ValueError(
                 "transport 'two_level' needs an axis of nodes and one of their devices, got "
-                f"{spec.axis}"
+                f"{self.axis}"
             )
-        return cls(
-            spec.axis,
-            spec.num_nodes,
-            spec.num_devices,
-            spec.experts_per_device,
-            spec.form,
-            own_stream=spec.platform in ("gpu", "cuda"),
-        )
 
     def pack(self, hidden, experts, weights):
         tokens, nodes = hidden.shape[0], self.num_nodes
@@ -79,10 +57,6 @@ class TwoLevel(Exchange):
 
         return self._chained(hops)(message)
 
-    def unpack(self, received):
-        hidden, experts, weights = self.form.part(received.reshape(-1, received.shape[-1]))
-        return hidden, local_experts(experts, self.axis, self.experts_per_device), weights
-
     def pack_results(self, results, received):
         return results.reshape(*received.shape[:-1], results.shape[-1])
 
@@ -94,12 +68,9 @@ class TwoLevel(Exchange):
         return self._chained(hops)(message)
 
     def _chained(self, hops):
-        return compute_on("gpu_stream:1")(jax.jit(hops)) if self.own_stream else hops
+        """On GPU the hops of a direction are one asynchronous call, on a stream of their own."""
+        on_gpu = self.platform in ("gpu", "cuda")
+        return compute_on("gpu_stream:1")(jax.jit(hops)) if on_gpu else hops
 
     def unpack_results(self, returned, places):
         return sum_returned(returned.reshape(-1, returned.shape[-1]), places)
-
-    def link_bytes(self, tokens, hidden_size, dtype):
-        row = self.form.row_bytes(hidden_size, dtype) + hidden_size * jnp.dtype(dtype).itemsize
-        between, within = self.num_nodes - 1, self.num_devices - self.num_nodes
-        return (between + within) * tokens * row
