@@ -65,7 +65,6 @@ class EngineConfig:
         for name, least in {"devices": 1, "max_context": 2, "num_pages": 2}.items():
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), least)
-        whole_number("speculate", self.speculate, 0)
         if self.max_tokens < self.max_sequences:
             raise ValueError(
                 f"max_tokens is {self.max_tokens}: expected at least max_sequences, "
@@ -85,12 +84,20 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value!r}: expected one of {known}")
         if self.overlap is not None and not isinstance(self.overlap, OverlapConfig):
             raise ValueError(f"overlap is {self.overlap!r}: expected an OverlapConfig or None")
-        if self.speculate >= self.max_tokens:
-            raise ValueError(
-                f"speculate is {self.speculate}: expected less than max_tokens, {self.max_tokens}"
-            )
-        if self.speculate and self.look_ahead:
-            raise ValueError(
-                f"look_ahead with speculate={self.speculate}: expected one of them, as drafts need "
-                "the tokens of the last step"
-            )
+        takes_drafts(self.speculate, self.max_tokens, self.look_ahead)
+
+
+def takes_drafts(speculate: int, max_tokens: int, look_ahead: bool | None) -> bool:
+    """Whether decodes verify drafts: `speculate` of them beside the token that is due.
+
+    Raises:
+        ValueError: a step of `max_tokens` has no room for them, or they go with `look_ahead`.
+    """
+    if whole_number("speculate", speculate, 0) >= max_tokens:
+        raise ValueError(f"speculate is {speculate}: expected less than max_tokens, {max_tokens}")
+    if speculate and look_ahead:
+        raise ValueError(
+            f"look_ahead with speculate={speculate}: expected one of them, as drafts need the "
+            "tokens of the last step"
+        )
+    return speculate > 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh
 
 from tbo_jax.host.folders import cache_folder
-from tbo_jax.parallel.sharding import make_mesh
+from tbo_jax.parallel.sharding import first_devices, make_mesh
 
 MOST_CPU_DEVICES = 1024  # more are a mistake: a second for each thousand, and no memory for any
 
@@ -20,7 +21,7 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def find_devices(count: int | None) -> list[jax.Device]:
+def find_devices(count: int | None) -> Sequence[jax.Device]:
     """The first `count` devices, or all; on CPU that many are made, unless JAX is in use already.
 
     Raises:
@@ -39,13 +40,7 @@ def find_devices(count: int | None) -> list[jax.Device]:
         raise ValueError(
             f"JAX finds no device with JAX_PLATFORMS={platforms or ''}: {reason}"
         ) from error
-    wanted = len(devices) if count is None else count
-    if not 1 <= wanted <= len(devices):
-        raise ValueError(
-            f"{wanted} devices were asked for, {len(devices)} exist on platform "
-            f"{devices[0].platform!r}: expected 1 to {len(devices)}"
-        )
-    return devices[:wanted]
+    return first_devices(devices, count)
 
 
 def make_devices(count: int | None, tensor_parallel: int) -> Mesh:

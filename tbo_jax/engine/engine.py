@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tbo_jax.engine.auto.trial import Timer
+from tbo_jax.engine.config import takes_drafts
 from tbo_jax.engine.dispatch import DispatchedStep, Dispatcher
 from tbo_jax.engine.prompt_lookup import prompt_lookup
 from tbo_jax.engine.scheduling.plan import StepPlan
@@ -101,22 +102,13 @@ class Engine:
         """
         if runner.inputs != Inputs():
             raise ValueError(f"the runner has {runner.inputs}: an engine makes batches of tokens")
-        if not 0 <= speculate < runner.cache.max_tokens:
-            raise ValueError(
-                f"speculate is {speculate}: expected 0 or more, and less than max_tokens, "
-                f"{runner.cache.max_tokens}"
-            )
-        if speculate and look_ahead:
-            raise ValueError(
-                f"look_ahead with speculate={speculate}: expected one of them, as drafts need the "
-                "tokens of the last step"
-            )
+        drafts = takes_drafts(speculate, runner.cache.max_tokens, look_ahead)
         self.runner = runner
         self.tokenizer = tokenizer
         self.end_of_sequence = end_of_sequence
         self.max_sequences = max_sequences
         self.max_context = max_context
-        self.look_ahead = not speculate if look_ahead is None else look_ahead
+        self.look_ahead = not drafts if look_ahead is None else look_ahead
         self.speculate = speculate
         self._propose = propose
         cache = runner.cache

@@ -272,9 +272,9 @@ def test_a_rank_gives_what_it_gives_alone(engine, data):
 def test_more_drafts_than_a_step_and_look_ahead_are_refused(engine):
     given = engine.runner, engine.tokenizer, engine.end_of_sequence
     sizes = dict(max_sequences=2, max_context=engine.max_context)
-    with pytest.raises(ValueError, match="speculate is 8: expected .* less than max_tokens, 8"):
+    with pytest.raises(ValueError, match="speculate is 8: expected less than max_tokens, 8"):
         Engine(*given, **sizes, speculate=8)
-    with pytest.raises(ValueError, match="speculate is -1"):
+    with pytest.raises(ValueError, match="speculate must be at least 0, got -1"):
         Engine(*given, **sizes, speculate=-1)
     with pytest.raises(ValueError, match="look_ahead with speculate=2: expected one of them"):
         Engine(*given, **sizes, speculate=2, look_ahead=True)
