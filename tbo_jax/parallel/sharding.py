@@ -44,6 +44,17 @@ class Shard:
     units: int
 
 
+def first_devices(devices: Sequence[jax.Device], count: int | None) -> Sequence[jax.Device]:
+    """The first `count` of `devices`, or all; ValueError for more than there are, or none."""
+    wanted = len(devices) if count is None else whole_number("num_devices", count, 1)
+    if wanted > len(devices):
+        raise ValueError(
+            f"{wanted} devices were asked for, {len(devices)} exist on platform "
+            f"{devices[0].platform!r}: expected 1 to {len(devices)}"
+        )
+    return devices[:wanted]
+
+
 def make_mesh(
     num_devices: int | None = None,
     devices: Sequence[jax.Device] | None = None,
@@ -62,24 +73,18 @@ def make_mesh(
     Raises:
         ValueError: fewer devices exist, they do not divide, or processes have more than others.
     """
-    devices = jax.devices() if devices is None else devices
-    wanted = len(devices) if num_devices is None else whole_number("num_devices", num_devices, 1)
-    if not 1 <= wanted <= len(devices):
-        raise ValueError(
-            f"{wanted} devices were asked for, {len(devices)} exist on platform "
-            f"{devices[0].platform!r}: expected 1 to {len(devices)}"
-        )
+    devices = first_devices(jax.devices() if devices is None else devices, num_devices)
     for name, size in {"tensor": tensor, "nodes": nodes}.items():
         whole_number(name, size, 1)
-    of_process = Counter(device.process_index for device in devices[:wanted])
+    of_process = Counter(device.process_index for device in devices)
     if len(set(of_process.values())) > 1:
         raise ValueError("processes with different numbers of devices: expected as many in each")
-    if wanted % (nodes * tensor):
+    if len(devices) % (nodes * tensor):
         raise ValueError(
-            f"{wanted} device(s) do not divide into {nodes} node(s) with {tensor}-way tensor "
+            f"{len(devices)} device(s) do not divide into {nodes} node(s) with {tensor}-way tensor "
             f"parallelism: expected a multiple of {nodes * tensor}"
         )
-    return Mesh(np.array(devices[:wanted]).reshape(nodes, -1, tensor), DEVICES)
+    return Mesh(np.array(devices).reshape(nodes, -1, tensor), DEVICES)
 
 
 def num_ranks(mesh: Mesh) -> int:

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -170,6 +171,11 @@ class ModelRunner:
             mesh=self.mesh,
         )
 
+    @cached_property
+    def _buffer_shapes(self) -> AttentionBuffers:
+        """Shapes of `allocate()`; nothing is allocated."""
+        return jax.eval_shape(self.allocate)
+
     def memory(self) -> dict[str, Any]:
         """Bytes of a device beside weights and pages, which several micro-batches take more of.
 
@@ -177,8 +183,9 @@ class ModelRunner:
         XLA holds while a step runs, for each compiled program, such as "decode 8 x2" for two
         micro-batches; without those of which XLA does not tell.
         """
-        work = jax.tree.leaves(jax.eval_shape(self.allocate).work)
-        held = {f"{b} x{count}": c.memory_analysis() for (b, count), c in self._compiled.items()}
+        work = jax.tree.leaves(self._buffer_shapes.work)
+        compiled = list(self._compiled.items())  # at once: another thread may be compiling
+        held = {f"{b} x{count}": program.memory_analysis() for (b, count), program in compiled}
         return {
             "work_bytes": sum(a.size * a.dtype.itemsize for a in work) // num_ranks(self.mesh),
             "temporary_bytes": {
@@ -282,7 +289,7 @@ class ModelRunner:
         buffers = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda leaf: abstract(leaf, placed(spec)), part),
             BUFFER_SPECS,
-            jax.eval_shape(self.allocate),
+            self._buffer_shapes,
         )
         ranks = placed(PartitionSpec(RANKS))
         shapes = self.inputs.abstract_batch(bucket, self.cache, self.config, num_ranks(self.mesh))

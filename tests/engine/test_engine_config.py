@@ -14,6 +14,7 @@ import tyro
 from tbo_jax import LLM, EngineConfig
 from tbo_jax.engine import devices
 from tbo_jax.engine.cache_size import cache_config
+from tbo_jax.engine.scheduling.limits import Limits
 from tbo_jax.host import folders
 from tbo_jax.parallel.sharding import make_mesh
 from tbo_jax.schedule.model_step import read_shape
@@ -93,6 +94,15 @@ def test_a_cache_of_one_token_is_refused_by_what_was_given():
         cache_config(config, decoder, mesh, 8)
     _, longest = cache_config(EngineConfig(num_pages=3, page_size=1), decoder, mesh, 8)
     assert longest == 2
+
+
+@pytest.mark.parametrize("max_sequences", [1, 2, 3, EngineConfig.max_sequences])
+def test_a_step_has_room_for_every_row_of_a_small_cache(max_sequences):
+    """The default has more rows than so small a cache has tokens: they wait."""
+    config = EngineConfig(num_pages=3, page_size=1, max_sequences=max_sequences)
+    cache, longest = cache_config(config, read_shape("qwen3-30b-a3b", 1), make_mesh(1), 8)
+    assert cache.max_tokens == max(2, max_sequences)
+    Limits(cache.page_size, cache.num_pages, max_sequences, cache.max_tokens, longest)
 
 
 @pytest.fixture
