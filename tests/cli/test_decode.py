@@ -39,6 +39,7 @@ def test_decode_json(folder, monkeypatch, capsys, tmp_path, silenced):
     words = (
         *("--model", folder, "--prompt", PROMPTS[0], "--prompts-file", tmp_path / "prompts.txt"),
         *("--max-new-tokens", 8, "--devices", 2, "--page-size", 4, "--json", "--quiet"),
+        *("--max-tokens", 16),  # fewer sizes are compiled
     )
     status = decode.main(list(map(str, words)), "decode")
     assert silenced

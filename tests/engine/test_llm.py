@@ -58,7 +58,7 @@ OTHERS = [pytest.param((1, "on"), marks=slow), pytest.param((4, "off"), marks=sl
 @pytest.fixture(scope="module", params=OTHERS, ids=str)
 def other_llm(folder, request):
     devices, mode = request.param
-    return make_llm(folder, devices=devices, mode=mode)
+    return make_llm(folder, devices=devices, mode=mode, max_tokens=16)  # fewer sizes to compile
 
 
 def greedy(count=16, **options):
@@ -108,7 +108,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch(llm):
 
 def test_preemption_changes_no_token(folder, llm):
     """Pages for one long request at a time: the younger one is preempted and computed anew."""
-    tight = make_llm(folder, num_pages=16)
+    tight = make_llm(folder, num_pages=16, max_tokens=16)
     prompts = [GOLDEN.prompts[2][:20], GOLDEN.prompts[2][3:23], GOLDEN.prompts[1]]
     expected = [c.token_ids for c in llm.generate(prompts, greedy(24))]
     assert [c.token_ids for c in tight.generate(prompts, greedy(24))] == expected
@@ -136,7 +136,7 @@ def test_stop_string_and_end_of_sequence(folder, llm):
     assert cut.finish_reason == "stop"
     assert cut.text == full.text[: full.text.index(third)]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokens[3]]}))
-    ending = make_llm(folder)
+    ending = make_llm(folder, max_sequences=1, max_tokens=16)
     (folder / "generation_config.json").unlink()
     (ended,) = ending.generate([GOLDEN.prompts[0]], SamplingParams(max_new_tokens=16))
     assert ended.token_ids == tokens[: tokens.index(tokens[3])]
@@ -593,7 +593,9 @@ def test_params_of_another_number(llm):
 
 
 def test_dense_model_says_that_nothing_overlaps(tmp_path, caplog):
-    llm = make_llm(with_tokenizer("llama", tmp_path), devices=2, mode="on", max_tokens=2)
+    llm = make_llm(
+        with_tokenizer("llama", tmp_path), devices=2, mode="on", max_sequences=1, max_tokens=2
+    )
     assert sum("nothing to overlap" in r.getMessage() for r in caplog.records) == 1
     golden = Golden("llama")
     found = [c.token_ids for c in llm.generate(golden.prompts, greedy())]

@@ -39,6 +39,7 @@ class Pair:
 
     def __init__(self, *words: object, first: tuple[object, ...] = ()):
         together = ("--coordinator", f"localhost:{free_port()}", "--num-processes", 2, *words)
+        together += ("--max-tokens", 16)  # fewer sizes are compiled
         environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "USE_TBO": "1"}
         environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # as in conftest.py
         self.processes = [
