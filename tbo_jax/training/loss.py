@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from tbo_jax.layers.context import DenseAttention, LayerContext
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.exchange import exchange_of
+from tbo_jax.layers.precision import exact_products
 from tbo_jax.layers.rotary import rotary_table
 from tbo_jax.moe.balance import RouterLoad
 from tbo_jax.overlap.config import OverlapConfig
@@ -107,9 +108,8 @@ class NextTokenLoss:
 
     def compiler_options(self) -> Options:
         """What XLA should be told for a program that holds this loss."""
-        platform = self.mesh.devices.flat[0].platform
         count = self.overlap.num_micro_batches if self.overlap.enabled else 1
-        return compiler_options(platform, self.mesh.size, count, self.transport, training=True)
+        return compiler_options(self.mesh, count, self.transport, training=True)
 
     def __call__(self, weights: nnx.State, tokens: jax.Array) -> Metrics:
         """Weights, tokens [B, S + 1] int32 -> metrics.
@@ -153,13 +153,15 @@ class NextTokenLoss:
                 raise ValueError(f"tokens of shape {tokens.shape}: expected [B, S + 1], S >= 1")
             count = self.micro_batches(tokens.shape[0], tokens.shape[1] - 1)
             # Varying-axes checks would ask for casts in every loop that starts from zeros.
-            return jax.shard_map(
+            sharded = jax.shard_map(
                 partial(run, micro_batches=count),
                 mesh=self.mesh,
                 in_specs=(self.specs, PartitionSpec(RANKS)),
                 out_specs=out_specs,
                 check_vma=False,
-            )(weights, tokens)
+            )
+            with exact_products(self.config.dtype):
+                return sharded(weights, tokens)
 
         return checked
 
