@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tbo_jax.parallel.sharding import RANKS, num_ranks
 from tbo_jax.sampling.draw import SamplingInputs, sample
+from tbo_jax.step.compiler_options import process_options
 
 
 def compile_sampler(mesh: Mesh, rows: int, vocab_size: int, width: int) -> jax.stages.Compiled:
@@ -35,7 +36,7 @@ def compile_sampler(mesh: Mesh, rows: int, vocab_size: int, width: int) -> jax.s
     )
     whole = NamedSharding(mesh, PartitionSpec()) if jax.process_count() > 1 else placed
     outputs = placed, placed, whole
-    return _over_ranks(mesh, per_rank, outputs).lower(*abstract).compile()
+    return _over_ranks(mesh, per_rank, outputs).lower(*abstract).compile(process_options(mesh))
 
 
 def compile_feed(mesh: Mesh, tokens: int, width: int) -> jax.stages.Compiled:
@@ -51,7 +52,7 @@ def compile_feed(mesh: Mesh, tokens: int, width: int) -> jax.stages.Compiled:
 
     shapes = (num_ranks(mesh), tokens), (num_ranks(mesh), width)
     abstract = [jax.ShapeDtypeStruct(shape, np.int32, sharding=placed) for shape in shapes]
-    return _over_ranks(mesh, per_rank, placed).lower(*abstract).compile()
+    return _over_ranks(mesh, per_rank, placed).lower(*abstract).compile(process_options(mesh))
 
 
 def _over_ranks(mesh: Mesh, per_rank, outputs):

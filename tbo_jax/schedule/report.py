@@ -146,7 +146,7 @@ def inspect(
     if args:
         raise ValueError("arguments are for a jitted function, this one is lowered already")
     if hasattr(step, "compile"):
-        given = compiler_options(target.platform, target.num_devices, micro_batches)
+        given = compiler_options(target.mesh(), micro_batches)
         if target.platform == "cuda":
             given["xla_gpu_autotune_level"] = "0"  # there is no device to tune on
         elif target.platform == "tpu":

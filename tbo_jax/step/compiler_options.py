@@ -6,9 +6,15 @@ import atexit
 import functools
 import logging
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
+
+import jax
+import jaxlib.version
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tbo_jax.host.folders import cache_folder
 from tbo_jax.parallel.exchange import TRANSPORTS, Transport
@@ -23,6 +29,7 @@ _TPU: Options = {
     "xla_tpu_enable_async_ragged_all_to_all": "true",
     "xla_tpu_enable_all_experimental_scheduler_features": "true",
 }
+_GPU = ("gpu", "cuda")  # how devices that are there, and those of a topology, are called
 _GPU_COLLECTIVES = (
     "all-to-all",
     "ragged-all-to-all",
@@ -37,24 +44,50 @@ _MOST_COLLECTIVES = 1000  # of one kind in a program that is given a profile
 
 
 def compiler_options(
-    platform: str,
-    num_devices: int,
-    micro_batches: int,
-    transport: Transport = "all_to_all",
-    *,
-    training: bool = False,
+    mesh: Mesh, micro_batches: int, transport: Transport = "all_to_all", *, training: bool = False
 ) -> Options:
     """For `jax.jit(compiler_options=...)` or `Lowered.compile(...)`.
 
+    An option that the compiler does not know, because another version of it renamed it, is left
+    out, and one warning names it.
+
     Args:
-        platform: of the devices of the mesh ("cpu", "gpu" or "cuda", "tpu"). They need not be
-            there (`jax.experimental.topologies`), so JAX's default backend is not asked.
-        num_devices: of the mesh.
+        mesh: of the program. Its devices need not be there (`jax.experimental.topologies`), so
+            JAX's default backend is not asked.
         micro_batches: of the program. What only matters with several is left out for one.
         transport: of the expert exchange.
         training: whether all-reduces are sums of gradients, which nothing waits for.
     """
-    if num_devices == 1 or platform not in ("gpu", "cuda", "tpu"):
+    device = mesh.devices.flat[0]
+    options = overlap_options(device.platform, mesh.size, micro_batches, transport, training)
+    return _known(options | process_options(mesh), mesh)
+
+
+def process_options(mesh: Mesh) -> Options:
+    """What every program of several processes needs, as well one without communication.
+
+    XLA:GPU shares the work of autotuning among the processes, and each waits for the others'
+    results, 24 hours at most. JAX looks a program up in its persistent cache in each process
+    alone, and writes to it in the first only. At the second start the first process finds the
+    program, never enters XLA, and the others wait for it.
+    """
+    platform = mesh.devices.flat[0].platform
+    several = len({device.process_index for device in mesh.devices.flat}) > 1
+    return {"xla_gpu_shard_autotuning": False} if several and platform in _GPU else {}
+
+
+def overlap_options(
+    platform: str,
+    num_devices: int,
+    micro_batches: int,
+    transport: Transport = "all_to_all",
+    training: bool = False,
+) -> Options:
+    """What lets collectives run beside compute, by the names of the XLA that this was written for.
+
+    See `compiler_options`; `platform` is that of the devices ("cpu", "gpu" or "cuda", "tpu").
+    """
+    if num_devices == 1 or platform not in (*_GPU, "tpu"):
         return {}  # nothing to overlap; XLA:CPU refuses options of other platforms
     if platform == "tpu":
         return dict(_TPU)
@@ -75,6 +108,37 @@ def compiler_options(
         if ragged:  # the counts of one micro-batch travel beside the payload of the other
             options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
     return options
+
+
+def _known(options: Options, mesh: Mesh) -> Options:
+    """`options` without those that the compiler of the mesh does not know."""
+    unknown = _unknown(tuple(options.items()), mesh) if options else {}
+    return {name: value for name, value in options.items() if name not in unknown}
+
+
+@functools.cache
+def _unknown(options: tuple[tuple[str, str | bool], ...], mesh: Mesh) -> frozenset[str]:
+    """Names that the compiler of the mesh refuses, found by compiling next to nothing; warns."""
+    shape = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    lowered = jax.jit(lambda x: x + 1).lower(shape)
+    asked, unknown = dict(options), set()
+    while asked:
+        try:
+            lowered.compile(asked)
+            break
+        except jax.errors.JaxRuntimeError as error:
+            found = re.search(r"No such compile option: '(\w+)'", str(error))
+            if found is None or found[1] not in asked:
+                raise  # of the value, or of something else
+            del asked[found[1]]
+            unknown.add(found[1])
+            logger.warning(
+                "the compiler of jaxlib %s has no option %s; left out, what it is for may be lost: "
+                "tbo-jax schedule shows the overlap",
+                jaxlib.version.__version__,
+                found[1],
+            )
+    return frozenset(unknown)
 
 
 @functools.cache

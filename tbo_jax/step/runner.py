@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tbo_jax.attention.buffers import BUFFER_SPECS, AttentionBuffers, allocate_attention_buffers
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.exchange import exchange_of
+from tbo_jax.layers.precision import exact_products
 from tbo_jax.overlap.batch import ForwardBatch
 from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.overlap.stages import StackedLayers
@@ -271,8 +272,7 @@ class ModelRunner:
 
     def compiler_options(self, micro_batches: int) -> Options:
         """What XLA is told for the programs of this runner."""
-        platform = self.mesh.devices.flat[0].platform
-        return compiler_options(platform, self.mesh.size, micro_batches, self.transport)
+        return compiler_options(self.mesh, micro_batches, self.transport)
 
     def lower(self, bucket: Bucket, micro_batches: int | None = None) -> jax.stages.Lowered:
         """The step of a bucket, traced and lowered for the mesh; nothing is allocated."""
@@ -305,18 +305,19 @@ class ModelRunner:
         def step(weights: list[jax.Array], buffers: AttentionBuffers, batch: ForwardBatch):
             model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
             one = jax.tree.map(lambda leaf: leaf[0], batch)
-            logits, buffers = forward(
-                model,
-                buffers,
-                one,
-                bucket=bucket,
-                micro_batches=count,
-                kernels=self.kernels,
-                exchange=self._exchange,
-                tensor=self.tensor,
-                logits="all" if bucket.drafts else self.logits,
-                inputs=self.inputs,
-            )
+            with exact_products(self.config.dtype):
+                logits, buffers = forward(
+                    model,
+                    buffers,
+                    one,
+                    bucket=bucket,
+                    micro_batches=count,
+                    kernels=self.kernels,
+                    exchange=self._exchange,
+                    tensor=self.tensor,
+                    logits="all" if bucket.drafts else self.logits,
+                    inputs=self.inputs,
+                )
             return logits[None], buffers
 
         # Varying-axes checks would ask for casts in every loop that starts from zeros.
