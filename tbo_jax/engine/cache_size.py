@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 
 from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.engine.config import EngineConfig
+from tbo_jax.engine.devices import free_memory
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.parallel.processes import least
 from tbo_jax.step.shapes import CacheConfig
@@ -69,12 +70,8 @@ def default_num_pages(
 
     Raises ValueError where there is memory for less than two.
     """
-    device = mesh.local_devices[0]
-    memory = device.memory_stats() if device.platform != "cpu" else None
-    if memory and "bytes_limit" in memory:
-        budget = (memory["bytes_limit"] - memory["bytes_in_use"]) * ACCELERATOR_CACHE_SHARE
-    else:
-        budget = CPU_CACHE_BYTES / mesh.size
+    free = free_memory(mesh)
+    budget = CPU_CACHE_BYTES / mesh.size if free is None else free * ACCELERATOR_CACHE_SHARE
     wanted = max_sequences * -(-max_context // page_size) + 1
     affordable = int(budget // kv_bytes_per_page(config, page_size))
     if affordable < 2:

@@ -56,3 +56,13 @@ def make_devices(count: int | None, tensor_parallel: int) -> Mesh:
             f"devices is {count}: {nodes} processes use all that they have, {jax.device_count()}"
         )
     return make_mesh(None, devices, tensor=tensor_parallel, nodes=nodes)
+
+
+def free_memory(mesh: Mesh) -> int | None:
+    """Bytes that are free on the fullest of this process's devices; None where none of them tells.
+
+    XLA:CPU does not tell.
+    """
+    told = [device.memory_stats() or {} for device in mesh.local_devices]
+    free = [t["bytes_limit"] - t["bytes_in_use"] for t in told if "bytes_limit" in t]
+    return min(free, default=None)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from tbo_jax.attention.buffers import AttentionBuffers
 from tbo_jax.engine.auto.decide import Decision, decide
 from tbo_jax.engine.auto.trial import Timer
 from tbo_jax.engine.sampler import compile_feed, compile_sampler
@@ -50,6 +51,9 @@ class DispatchedStep:
 class Dispatcher:
     """Holds the attention buffers and hands them from step to step.
 
+    They are allocated when all is compiled: XLA:GPU tries kernels out while it compiles, and needs
+    memory for that.
+
     Every step has the shape of one of a few buckets, all compiled by `compile_all`. A step with one
     token a sequence takes the smallest decode bucket that holds its rows, one with drafts the
     smallest verify bucket, any other the smallest prefill bucket that holds its tokens. The bucket
@@ -72,7 +76,7 @@ class Dispatcher:
             if drafts
         ]
         self._prefill_buckets = [Bucket(n, max_sequences) for n in sizes_between(16, most, 4)]
-        self._buffers = runner.allocate()
+        self._allocated: AttentionBuffers | None = None
         self._samplers: dict[int, jax.stages.Compiled] = {}  # by rows
         self._feeds: dict[int, jax.stages.Compiled] = {}  # by tokens
 
@@ -97,8 +101,9 @@ class Dispatcher:
         """
         decisions: dict[Bucket, Decision] = {}
         if self.runner.overlap.mode == "auto":
-            decisions, self._buffers = decide(
-                self.runner, self.buckets, self._buffers, timer=timer, progress=progress
+            self._free()
+            decisions, self._allocated = decide(
+                self.runner, self.buckets, timer=timer, progress=progress
             )
         else:
             self.runner.compile_all(self.buckets, progress)
@@ -106,6 +111,7 @@ class Dispatcher:
             self._sampler(_sampled_rows(bucket))
             if look_ahead:
                 self._feed(bucket.tokens)
+        self._buffers()
         return decisions
 
     def dispatch(
@@ -122,7 +128,7 @@ class Dispatcher:
         batch = stack_batches([self._pack(rank, bucket) for rank in plan.ranks])
         if before is not None and batch.token_ids.min() < 0:
             batch = dataclasses.replace(batch, token_ids=self._feed_tokens(batch, before))
-        logits, self._buffers = self.runner.step(bucket, self._buffers, batch)
+        logits, self._allocated = self.runner.step(bucket, self._buffers(), batch)
         rows = _sampled_rows(bucket)
         inputs = [_sampling_inputs(rank, seeds, rows) for rank in plan.ranks]
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *inputs)
@@ -147,10 +153,18 @@ class Dispatcher:
 
         The buffers were donated to it: they may be gone, or hold its error.
         """
-        for leaf in jax.tree.leaves(self._buffers):
+        self._free()
+
+    def _buffers(self) -> AttentionBuffers:
+        if self._allocated is None:
+            self._allocated = self.runner.allocate()
+        return self._allocated
+
+    def _free(self) -> None:
+        for leaf in jax.tree.leaves(self._allocated):
             if not leaf.is_deleted():
                 leaf.delete()
-        self._buffers = self.runner.allocate()
+        self._allocated = None
 
     def _pack(self, sequences: Sequence[ScheduledSequence], bucket: Bucket) -> ForwardBatch:
         return ForwardBatch.pack(

@@ -20,13 +20,15 @@ from jax.experimental import multihost_utils
 
 from tbo_jax.attention.buffers import AttentionBuffers
 from tbo_jax.engine.auto.store import (
+    MARGIN,
+    chosen,
     decision_key,
     decisions_folder,
-    fastest,
     read_decision,
     write_decision,
 )
-from tbo_jax.engine.auto.trial import Timer, Trial, time_programs, wall_clock
+from tbo_jax.engine.auto.trial import ROUNDS, Timer, Trial, time_programs, wall_clock
+from tbo_jax.engine.devices import free_memory
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket
 
@@ -60,7 +62,6 @@ def gather_processes(values: np.ndarray) -> np.ndarray:
 def decide(
     runner: ModelRunner,
     buckets: Sequence[Bucket],
-    buffers: AttentionBuffers,
     *,
     timer: Timer | None = None,
     gather: Gather = gather_processes,
@@ -75,14 +76,14 @@ def decide(
     Args:
         runner: with a configuration of mode "auto".
         buckets: all that will be used.
-        buffers: donated.
         timer: takes the time of a step; default the wall clock. One that is given is used on CPU
             too, where otherwise nothing is timed.
         gather: brings the numbers of the processes together.
         progress: called with (programs compiled, in all).
 
     Returns:
-        The decisions, and the buffers.
+        The decisions, and new buffers. They are allocated when all is compiled: XLA:GPU tries
+        kernels out while it compiles, and needs memory for that.
 
     Raises:
         ValueError: the mode is another one.
@@ -105,11 +106,17 @@ def decide(
     programs = [(bucket, decision.micro_batches) for bucket, decision in decisions.items()]
     programs += [(b, count) for b in timed for count in runner.overlap.candidates(b.tokens)]
     failed = runner.compile_programs(programs, progress)
+    errors: dict[Bucket, Any]
     errors = {bucket: error for (bucket, count), error in failed.items() if count > 1}
     for (_, count), error in failed.items():
         if count == 1:
             raise error
     decisions |= _not_split([b for b, count in programs if count > 1], errors, gather)
+
+    buffers = runner.allocate()
+    timed = [bucket for bucket in timed if bucket not in decisions]
+    errors = {bucket: error for bucket in timed if (error := _too_large(runner, bucket))}
+    decisions |= _not_split(timed, errors, gather)
 
     timed = [bucket for bucket in timed if bucket not in decisions]
     trials: dict[Bucket, Trial] = {}
@@ -117,11 +124,15 @@ def decide(
         trials[bucket], buffers = time_programs(runner, bucket, buffers, timer or wall_clock)
     errors = {bucket: trial.error for bucket, trial in trials.items() if trial.error is not None}
     decisions |= _not_split(timed, errors, gather)
-    seconds = {bucket: trial.seconds for bucket, trial in trials.items()}
     timed = [bucket for bucket in timed if bucket not in decisions]
+    # What is in doubt is not kept: the next start times it anew.
+    seconds = {b: trials[b].seconds for b in timed if _doubt(trials[b]) is None}
     measured = _compare(runner, timed, seconds, gather, "now")
     decisions |= measured
-    decisions |= {b: Decision(1, "no time could be taken", {}) for b in timed if b not in measured}
+    for bucket in timed:
+        if bucket not in measured:
+            reason = _doubt(trials[bucket]) or "the first process's times are in doubt"
+            decisions[bucket] = Decision(1, reason, {})
 
     for bucket, decision in decisions.items():
         logger.debug("%s: %d micro-batch(es): %s", bucket, decision.micro_batches, decision.reason)
@@ -164,6 +175,30 @@ def _read_all(
     return found
 
 
+def _too_large(runner: ModelRunner, bucket: Bucket) -> str | None:
+    """Why there is no memory for the split program of a bucket, as far as its device tells.
+
+    Asked before it runs: where it failed on one process only, the others would wait in it.
+    """
+    free = free_memory(runner.mesh)
+    if free is None:
+        return None
+    split = runner.compile(bucket, max(runner.overlap.candidates(bucket.tokens)))
+    analysis = split.memory_analysis()
+    if analysis is None or analysis.temp_size_in_bytes <= free:
+        return None
+    return f"it needs {analysis.temp_size_in_bytes} bytes, and {free} are free"
+
+
+def _doubt(trial: Trial) -> str | None:
+    """Why the times of a trial decide nothing; None if they do."""
+    if not all(math.isfinite(value) and value > 0 for value in trial.seconds.values()):
+        return "no time could be taken"
+    if chosen(trial.seconds) > 1 and trial.wins < ROUNDS - 1:
+        return f"noise: splitting was faster in {trial.wins} of {ROUNDS} rounds only"
+    return None
+
+
 def _compare(
     runner: ModelRunner,
     buckets: Sequence[Bucket],
@@ -181,13 +216,13 @@ def _compare(
     for bucket, row in zip(buckets, rows, strict=True):
         if all(math.isfinite(value) and value > 0 for value in row):
             times = dict(zip(counts[bucket], row, strict=True))
-            decisions[bucket] = Decision(fastest(times), _explain(times, when), times)
+            decisions[bucket] = Decision(chosen(times), _explain(times, when), times)
     return decisions
 
 
 def _not_split(
     buckets: Sequence[Bucket],
-    errors: Mapping[Bucket, jax.errors.JaxRuntimeError],
+    errors: Mapping[Bucket, jax.errors.JaxRuntimeError | str],
     gather: Gather,
 ) -> dict[Bucket, Decision]:
     """Decisions not to split those of `buckets` whose split program failed on any process."""
@@ -207,6 +242,8 @@ def _explain(seconds: Mapping[int, float], when: str) -> str:
     (_, whole), (count, split) = sorted(seconds.items())
     change = split / whole - 1
     differs = f"{abs(change):.1%} {'less' if change < 0 else 'more'}" if change else "the same time"
+    if -MARGIN <= change < 0:
+        differs += f", within the margin of {MARGIN:.0%}"
     return (
         f"measured {when}: {count} micro-batches take {split * 1e3:.3f} ms, "
         f"one takes {whole * 1e3:.3f} ms ({differs})"

@@ -21,6 +21,9 @@ from tbo_jax.step.shapes import Bucket, CacheConfig
 # bucket, number of micro-batches, one step of that program until its results are there -> seconds
 Timer = Callable[[Bucket, int, Callable[[], None]], float]
 ROUNDS = 7  # timed runs of each program, after one that is not
+# Tokens of prompts and contexts that are timed: short, median and long ones of a chat. Half of what
+# the cache can hold, thousands of pages in a long-context model, is what few requests have.
+TYPICAL = (256, 1024, 4096)
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Trial:
 
     seconds: Mapping[int, float]  # of a step, by number of micro-batches; empty after an error
     error: jax.errors.JaxRuntimeError | None = None
+    wins: int = 0  # rounds of `ROUNDS` in which the split program was the faster one
 
 
 def wall_clock(bucket: Bucket, micro_batches: int, run: Callable[[], None]) -> float:
@@ -54,7 +58,8 @@ def time_programs(
         has its error and the buffers are new ones.
 
     Raises:
-        jax.errors.JaxRuntimeError: the whole program fails at once: nothing could run.
+        jax.errors.JaxRuntimeError: the whole program fails at once: nothing could run. Or there are
+            several processes, and any program fails.
     """
     shared = NamedSharding(runner.mesh, PartitionSpec(RANKS))
     vocabulary, ranks = runner.config.vocab_size, num_ranks(runner.mesh)
@@ -75,30 +80,37 @@ def time_programs(
             for count in (whole, split) if turn % 2 == 0 else (split, whole):
                 times[count].append(timer(bucket, count, partial(run, count)))
     except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() > 1:
+            # The others may be in a collective of the step, and wait for this process. Its end is
+            # what they are told.
+            raise
         # What the failed step returned, or was given, may be unusable without being deleted; and
         # there may be no memory for another set beside it.
         for leaf in jax.tree.leaves(buffers):
             if not leaf.is_deleted():
                 leaf.delete()
         return Trial({}, error), runner.allocate()
-    return Trial({count: statistics.median(of) for count, of in times.items()}), buffers
+    medians = {count: statistics.median(of) for count, of in times.items()}
+    wins = sum(b < a for a, b in zip(times[whole], times[split], strict=True))
+    return Trial(medians, wins=wins), buffers
 
 
 def full_batch(bucket: Bucket, cache: CacheConfig, vocab_size: int, num_ranks: int) -> ForwardBatch:
     """A batch that fills the bucket on every rank, the same in every process.
 
-    Random token ids, spread evenly over the rows; the context of each row is half of what its page
-    table holds. Rows share pages where there are too few: what is read matters to no time.
+    Random token ids. The contexts of the rows are `TYPICAL` in turn, as far as a page table holds
+    them, and so are the prompts where several tokens of a row are computed. Rows share pages where
+    there are too few: what is read matters to no time.
 
     Returns:
         Leaves [num_ranks, ...] (numpy).
     """
     rng = np.random.default_rng(0)
-    rows = min(bucket.sequences, bucket.tokens)
     room = cache.pages_per_sequence * cache.page_size
-    shares = [bucket.tokens // rows + (row < bucket.tokens % rows) for row in range(rows)]
-    lengths = [min(share, room) for share in shares]
-    contexts = [min(room // 2, room - length) for length in lengths]
+    lengths = _lengths(bucket, room)
+    contexts = [
+        min(TYPICAL[row % len(TYPICAL)], room - length) for row, length in enumerate(lengths)
+    ]
     pages = []
     first = 0
     for length, context in zip(lengths, contexts, strict=True):
@@ -120,3 +132,21 @@ def full_batch(bucket: Bucket, cache: CacheConfig, vocab_size: int, num_ranks: i
             for _ in range(num_ranks)
         ]
     )
+
+
+def _lengths(bucket: Bucket, room: int) -> list[int]:
+    """How many tokens of each row a full bucket computes, none more than `room`."""
+    rows = min(bucket.sequences, bucket.tokens)
+    even = [bucket.tokens // rows + (row < bucket.tokens % rows) for row in range(rows)]
+    if bucket.decode:
+        return [min(length, room) for length in even]
+    lengths: list[int] = []
+    left = bucket.tokens
+    while left and len(lengths) < rows:
+        lengths.append(min(TYPICAL[len(lengths) % len(TYPICAL)], room, left))
+        left -= lengths[-1]
+    for row, length in enumerate(lengths):  # all rows are taken: longer ones
+        more = min(left, room - length)
+        lengths[row] += more
+        left -= more
+    return lengths

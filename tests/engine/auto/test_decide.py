@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,8 +19,9 @@ from hypothesis import strategies as st
 
 from tbo_jax import LLM, Bucket, CacheConfig, ModelRunner, OverlapConfig, SamplingParams
 from tbo_jax.checkpoint.load import load_model
+from tbo_jax.engine.auto import decide as decide_module
 from tbo_jax.engine.auto.decide import decide
-from tbo_jax.engine.auto.trial import ROUNDS, full_batch
+from tbo_jax.engine.auto.trial import ROUNDS, TYPICAL, full_batch
 from tbo_jax.parallel.sharding import make_mesh
 from tests.golden_cases import Golden
 
@@ -41,11 +44,14 @@ class StandIn(ModelRunner):
         super().__init__(model(name, devices), cache, mesh=make_mesh(devices), **options)
         self.made, self.ran = [], []
         self.not_compiling, self.not_running = set(), set()
+        self.temporary = 0  # bytes
 
     def compile_programs(self, programs, progress=None):
         new = [p for p in programs if p not in self._compiled]
         self.made += new
-        self._compiled |= {p: functools.partial(self._run, p) for p in new}
+        for program in new:
+            compiled = self._compiled[program] = functools.partial(self._run, program)
+            compiled.memory_analysis = lambda: SimpleNamespace(temp_size_in_bytes=self.temporary)
         return {
             p: jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: compiling\nmore")
             for p in programs
@@ -80,7 +86,7 @@ def never(bucket, count, run):
 
 
 def decide_with(runner, timer=MIXED, **options):
-    decisions, buffers = decide(runner, BUCKETS, runner.allocate(), timer=timer, **options)
+    decisions, buffers = decide(runner, BUCKETS, timer=timer, **options)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(buffers))
     for bucket, decision in decisions.items():
         assert runner.micro_batches(bucket) == decision.micro_batches
@@ -120,12 +126,56 @@ def test_split_exactly_where_it_is_faster(decode, prefill):
         assert decisions[bucket].seconds == times[bucket]
 
 
+@pytest.mark.parametrize(("split", "count"), [(1.98, 1), (1.94001, 1), (1.93, 2)])
+def test_a_gain_within_the_margin_is_none(split, count):
+    decisions = decide_with(StandIn(), table({bucket: {1: 2.0, 2: split} for bucket in BUCKETS}))
+    assert counts(decisions) == [count] * 2
+    assert ("within the margin of 3%" in decisions[DECODE].reason) == (count == 1)
+
+
+@pytest.mark.parametrize(("wins", "count"), [(4, 1), (5, 1), (6, 2), (7, 2)])
+def test_rounds_that_disagree_are_noise_and_not_kept(cache_folder, wins, count):
+    """The median says 25 % less; the rounds in which splitting lost say otherwise."""
+    split = itertools.chain([1.5] * wins, [2.5] * (ROUNDS - wins))
+    decisions = decide(
+        StandIn(),
+        [DECODE],
+        timer=lambda bucket, n, run: 2.0 if n == 1 else next(split),
+    )[0]
+    assert decisions[DECODE].micro_batches == count
+    assert ("noise" in decisions[DECODE].reason) == (count == 1)
+    assert cache_folder.exists() == (count == 2)
+
+
+@pytest.mark.parametrize(("temporary", "count"), [(100, 2), (101, 1)])
+def test_a_split_program_that_has_no_memory_is_not_run(monkeypatch, temporary, count):
+    """On several processes one that failed would leave the others in its collectives."""
+    monkeypatch.setattr(decide_module, "free_memory", lambda mesh: 100)
+    runner = StandIn()
+    runner.temporary = temporary
+    decisions = decide_with(runner, table(dict.fromkeys(BUCKETS, SPLIT_WINS)))
+    assert counts(decisions) == [count] * 2
+    assert (DECODE, 2) in runner.made
+    assert ((DECODE, 2) in runner.ran) == (count == 2)
+    if count == 1:
+        assert decisions[DECODE].reason == (
+            "the split program failed: it needs 101 bytes, and 100 are free"
+        )
+
+
+def test_a_split_program_that_fails_on_one_of_several_processes_ends_it(monkeypatch):
+    """The others may wait in a collective of it, and learn from its end that it will not come."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    runner = StandIn()
+    runner.not_running = {(DECODE, 2)}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED: running"):
+        decide_with(runner, gather=lambda values: np.stack([values, np.zeros_like(values)]))
+
+
 def test_the_median_counts_and_the_programs_take_turns():
     runner = StandIn()
     whole = iter([1.0] * 4 + [9.0] * 3)  # median 1.0, mean above 2.0
-    decisions = decide(
-        runner, [DECODE], runner.allocate(), timer=lambda b, n, run: next(whole) if n == 1 else 2.0
-    )[0]
+    decisions = decide(runner, [DECODE], timer=lambda b, n, run: next(whole) if n == 1 else 2.0)[0]
     assert decisions[DECODE].seconds == {1: 1.0, 2: 2.0}
     runner = StandIn()
     decide_with(runner)
@@ -188,7 +238,7 @@ def test_a_bucket_that_was_not_decided_is_not_split():
 def test_other_modes_have_nothing_to_decide(mode):
     runner = StandIn(overlap=OverlapConfig(mode))
     with pytest.raises(ValueError, match=f"mode '{mode}': expected 'auto'"):
-        decide(runner, BUCKETS, runner.allocate())
+        decide(runner, BUCKETS)
 
 
 def test_only_candidates_can_be_chosen():
@@ -271,7 +321,7 @@ def test_nothing_is_taken_from_the_disk_of_another_process(cache_folder, monkeyp
     assert counts(decide_with(StandIn(), never)) == [1, 2]  # and nothing was written there
 
 
-@pytest.mark.parametrize("call", [1, 2], ids=["compiling", "running"])
+@pytest.mark.parametrize("call", [1, 2, 3], ids=["compiling", "memory", "running"])
 def test_a_failure_on_one_process_is_one_on_all(call):
     calls = []
 
@@ -399,6 +449,20 @@ def test_nothing_is_kept_without_a_local_compilation_cache(folder, tmp_path, mon
 # The batch, and the whole engine
 
 
+def test_typical_prompts_and_contexts_are_timed():
+    """Not half of a page table for a million tokens, and not the bucket spread thinly over rows."""
+    cache = CacheConfig(num_pages=4096, page_size=16, pages_per_sequence=2**16, max_tokens=8192)
+    decoding = full_batch(Bucket(6, 6, True), cache, 160, 1)
+    assert decoding.context_lens[0].tolist() == [256, 1024, 4096] * 2
+    assert decoding.query_lens[0].tolist() == [1] * 6
+    prompts = full_batch(Bucket(2048, 16), cache, 160, 1)
+    assert prompts.query_lens[0, :4].tolist() == [256, 1024, 768, 0]
+    verifying = full_batch(Bucket(12, 4, True, 2), cache, 160, 1)
+    assert verifying.query_lens[0].tolist() == [3] * 4
+    crowded = full_batch(Bucket(8192, 2), cache, 160, 1)
+    assert crowded.query_lens[0].tolist() == [8192 - 1024, 1024]
+
+
 @given(
     tokens=st.integers(1, 40),
     sequences=st.integers(1, 12),
@@ -412,14 +476,16 @@ def test_the_batch_fills_its_bucket(tokens, sequences, decode, num_pages, page_s
     bucket = Bucket(sequences, sequences, True) if decode else Bucket(tokens, sequences)
     room = columns * page_size
     batch = full_batch(bucket, CacheConfig(num_pages, page_size, columns, 40), 160, 3)
-    rows = min(bucket.tokens, sequences)
-    np.testing.assert_array_equal(batch.num_sequences, rows)
-    np.testing.assert_array_equal(batch.num_tokens, min(bucket.tokens, rows * room))
-    assert (batch.query_lens[:, :rows] > 0).all()
-    assert np.ptp(batch.query_lens[:, :rows]) <= 1
+    most = min(bucket.tokens, min(bucket.tokens, sequences) * room)
+    np.testing.assert_array_equal(batch.num_tokens, most)
+    rows = batch.num_sequences[0]
+    lengths, contexts = batch.query_lens[0, :rows], batch.context_lens[0, :rows]
+    assert (lengths > 0).all()
+    assert lengths.max() - lengths.min() <= 1 or not decode
     ends = batch.context_lens + batch.query_lens
     assert (ends <= room).all()
-    assert (np.minimum(room // 2, room - batch.query_lens) == batch.context_lens)[:, :rows].all()
+    typical = np.resize(TYPICAL, rows)
+    np.testing.assert_array_equal(contexts, np.minimum(typical, room - lengths))
     used = -(-ends // page_size)
     for table_row, count in zip(batch.page_table.reshape(-1, columns), used.reshape(-1)):
         assert ((table_row[:count] > 0) & (table_row[:count] < num_pages)).all()
