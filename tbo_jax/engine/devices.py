@@ -50,12 +50,25 @@ def make_devices(count: int | None, tensor_parallel: int) -> Mesh:
         ValueError: there are not so many, or they do not divide.
     """
     devices = find_devices(count)
-    nodes = jax.process_count()
-    if nodes > 1 and len(devices) != jax.device_count():
+    processes = jax.process_count()
+    if processes > 1 and len(devices) != jax.device_count():
         raise ValueError(
-            f"devices is {count}: {nodes} processes use all that they have, {jax.device_count()}"
+            f"devices is {count}: {processes} processes use all that they have, "
+            f"{jax.device_count()}"
         )
-    return make_mesh(None, devices, tensor=tensor_parallel, nodes=nodes)
+    nodes = [node_of(device) for device in devices]
+    devices = [devices[i] for i in sorted(range(len(devices)), key=nodes.__getitem__)]
+    return make_mesh(None, devices, tensor=tensor_parallel, nodes=len(set(nodes)))
+
+
+def node_of(device: jax.Device) -> int:
+    """A number for those devices that have a fast link to each other.
+
+    JAX's word for them is a slice: the GPUs of a host, whatever number of processes they are in,
+    or a slice of TPUs. Devices that are in none (CPU) are counted by process.
+    """
+    index: int = getattr(device, "slice_index", device.process_index)
+    return index
 
 
 def free_memory(mesh: Mesh) -> int | None:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SILENCE = 30  # seconds without a sign of life after which a process counts as dead
-WAIT_TO_START = 120  # seconds
+WAIT_TO_START = 300  # seconds, as JAX waits: on some host an image may still be pulled
 
 
 def connect(

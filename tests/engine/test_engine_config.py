@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -85,6 +86,26 @@ def test_more_cpu_devices_than_anybody_has_are_not_made(monkeypatch):
     ):
         devices.find_devices(999999)
     assert made == [devices.MOST_CPU_DEVICES]
+
+
+@pytest.mark.parametrize(
+    ("slices", "order", "nodes"),
+    [
+        ([0, 0, 0, 0], [0, 1, 2, 3], 1),  # a process for each GPU of one host
+        ([0, 1, 0, 1], [0, 2, 1, 3], 2),  # hosts take turns in the numbers of the processes
+        ([None] * 4, [0, 1, 2, 3], 4),  # CPU
+    ],
+)
+def test_devices_of_a_host_are_a_node(monkeypatch, slices, order, nodes):
+    found = [
+        SimpleNamespace(id=i, process_index=i, **({} if s is None else {"slice_index": s}))
+        for i, s in enumerate(slices)
+    ]
+    monkeypatch.setattr(devices, "find_devices", lambda count: found)
+    monkeypatch.setattr(devices, "make_mesh", lambda count, chosen, **sizes: (chosen, sizes))
+    chosen, sizes = devices.make_devices(None, 1)
+    assert [device.id for device in chosen] == order
+    assert sizes == {"tensor": 1, "nodes": nodes}
 
 
 def test_a_cache_of_one_token_is_refused_by_what_was_given():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,10 +35,20 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def rows(out: bytes) -> list[dict[str, Any]]:
+    """What `--json` printed. Gloo, XLA's transport on CPU, prints to the same stream."""
+    return [json.loads(line) for line in out.splitlines() if line.startswith(b"{")]
+
+
 class Pair:
     """Both processes of one command, the first to take requests first."""
 
-    def __init__(self, *words: object, first: tuple[object, ...] = ()):
+    def __init__(
+        self,
+        *words: object,
+        first: tuple[object, ...] = (),
+        environs: tuple[dict[str, str], ...] = ({}, {}),
+    ):
         together = ("--coordinator", f"localhost:{free_port()}", "--num-processes", 2, *words)
         together += ("--max-tokens", 16)  # fewer sizes are compiled
         environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "USE_TBO": "1"}
@@ -45,7 +56,7 @@ class Pair:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(DECODE), *map(str, (*together, "--process-id", i, *own))],
-                env=environ,
+                env=environ | environs[i],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
@@ -69,11 +80,31 @@ def test_tokens_are_those_of_one_process(folder: Path) -> None:
         out, err = first.communicate(timeout=240)
         other, _ = second.communicate(timeout=60)
     assert (first.returncode, second.returncode) == (0, 0), err.decode()
-    rows = [json.loads(line) for line in out.splitlines() if line.startswith(b"{")]
-    assert [row["token_ids"] for row in rows[:-1]] == [g[:8] for g in GOLDEN.greedy]
-    stats = rows[-1]["stats"]
+    *found, last = rows(out)
+    assert [row["token_ids"] for row in found] == [g[:8] for g in GOLDEN.greedy]
+    stats = last["stats"]
     assert stats["devices"] == 4 and stats["steps_split"] and stats["link_bytes"]
     assert b'"prompt"' not in other
+
+
+@pytest.mark.slow
+def test_a_cache_that_only_the_first_process_has(folder: Path, tmp_path: Path) -> None:
+    """JAX writes to it in process 0 alone: the second start loads there, and compiles elsewhere."""
+    caches = tmp_path / "first", tmp_path / "second"
+    environs = tuple(
+        {"JAX_COMPILATION_CACHE_DIR": str(c), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        for c in caches
+    )
+    options = ("--model", folder, "--max-new-tokens", 4, "--json", "--quiet")
+    told = []
+    for _ in range(2):
+        with Pair(*options, first=("--prompt", "w1 w2"), environs=environs) as processes:
+            said = [process.communicate(timeout=BOUND) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], said
+        told += [r["token_ids"] for r in rows(said[0][0]) if "token_ids" in r]
+        programs = [len(list(cache.glob("*-cache"))) for cache in caches]
+        assert programs[0] > 3 and programs[1] == 0
+    assert len(told[0]) == 4 and told == told[:1] * 2
 
 
 @pytest.mark.parametrize(
