@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import tyro
 
 from tbo_jax.engine.config import EngineConfig
-from tbo_jax.engine.devices import find_devices
+from tbo_jax.engine.devices import find_devices, use_most_memory
 from tbo_jax.engine.engine import TokenEvent
 from tbo_jax.engine.llm import LLM, Completion
 from tbo_jax.host.command import FAILED, run_command
@@ -241,6 +241,7 @@ def decode(args: Arguments, name: str) -> int:
     """Run the command `name`; returns the exit status."""
     if args.quiet:
         silence_libraries()
+    use_most_memory()
     # What is wrong is told before other processes are joined, and a model is loaded.
     sampling_params(args, 1)
     kwargs = template_arguments(args)

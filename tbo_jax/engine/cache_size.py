@@ -1,15 +1,26 @@
-"""How large the key/value cache is made."""
+"""How large the key/value cache is made.
+
+It takes what the weights leave free, less what a step takes beside it. How much that is, XLA tells
+of the compiled step. Compiling takes memory too, as XLA:GPU tries kernels out, so that the cache is
+allocated after it (`Dispatcher.compile_all`).
+"""
 
 from __future__ import annotations
+
+import logging
 
 from jax.sharding import Mesh
 
 from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.engine.config import EngineConfig
 from tbo_jax.engine.devices import free_memory
+from tbo_jax.engine.sampler import compile_sampler
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.parallel.processes import least
-from tbo_jax.step.shapes import CacheConfig
+from tbo_jax.step.runner import ModelRunner
+from tbo_jax.step.shapes import Bucket, CacheConfig
+
+logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 1 << 30  # default size of the key/value caches of all CPU devices together
 ACCELERATOR_CACHE_SHARE = 0.9  # of the memory that the weights leave free
@@ -71,6 +82,14 @@ def default_num_pages(
     Raises ValueError where there is memory for less than two.
     """
     free = free_memory(mesh)
+    platform = mesh.devices.flat[0].platform
+    if free is None and platform != "cpu":
+        logger.warning(
+            "devices of platform %s do not tell how much memory they have: the key/value caches of "
+            "all of them take %d MiB together; give num_pages for others",
+            platform,
+            CPU_CACHE_BYTES >> 20,
+        )
     budget = CPU_CACHE_BYTES / mesh.size if free is None else free * ACCELERATOR_CACHE_SHARE
     wanted = max_sequences * -(-max_context // page_size) + 1
     affordable = int(budget // kv_bytes_per_page(config, page_size))
@@ -79,4 +98,62 @@ def default_num_pages(
             f"no memory for the key/value cache: {budget / 2**20:.0f} MiB hold no 2 pages of "
             f"{page_size} tokens; take fewer tokens a page, or more devices"
         )
-    return min(wanted, affordable)
+    return min(wanted, _steady(affordable))
+
+
+def pages_that_fit(runner: ModelRunner, max_sequences: int) -> int:
+    """Pages of each device that leave room for the largest step of `runner`, which is compiled.
+
+    As many as the runner's own at most; equal in all processes.
+
+    Args:
+        runner: its buffers are not allocated.
+        max_sequences: most sequences of one step on one rank.
+
+    Raises:
+        ValueError: the largest step leaves no memory for 2 pages.
+    """
+    cache, free = runner.cache, free_memory(runner.mesh)
+    if free is None:
+        return cache.num_pages
+    taken = bytes_beside_cache(runner, max_sequences)
+    size = kv_bytes_per_page(runner.config.of_device(runner.tensor.size), cache.page_size)
+    affordable = least(max((free - taken) // size, 0))
+    if affordable < 2:
+        raise ValueError(
+            f"no memory for the key/value cache: {free / 2**20:.0f} MiB are free, and a step of "
+            f"{cache.max_tokens} tokens takes {taken / 2**20:.0f} MiB; take a smaller max_tokens "
+            "or max_sequences, or more devices"
+        )
+    return cache.num_pages if affordable >= cache.num_pages else _steady(affordable)
+
+
+def bytes_beside_cache(runner: ModelRunner, max_sequences: int) -> int:
+    """Most bytes of a device that steps take beside weights and cache, of the programs themselves.
+
+    These are the temporary memory and the logits of the largest step and of its sampler, which
+    may run beside the next step, and as much as the largest weight: what XLA:GPU copies when it
+    tries kernels out, if a program is compiled later.
+    """
+    most = runner.cache.max_tokens
+    bucket = Bucket(most, min(max_sequences, most))
+    step = runner.compile(bucket)
+    sampler = compile_sampler(
+        runner.mesh, bucket.sequences, runner.config.vocab_size, bucket.sequences
+    )
+    taken = runner.largest_weight
+    for analysis in (step.memory_analysis(), sampler.memory_analysis()):
+        if analysis is not None:
+            taken += analysis.temp_size_in_bytes
+            taken += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return taken
+
+
+def _steady(pages: int) -> int:
+    """`pages` without its last bits, up to 3 %.
+
+    What is free differs a little from start to start; with another number of pages all programs
+    would be compiled anew.
+    """
+    spare = max(pages.bit_length() - 6, 0)
+    return pages >> spare << spare

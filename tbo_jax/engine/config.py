@@ -43,7 +43,7 @@ class EngineConfig:
     """Tokens of one page of the key/value cache."""
     num_pages: int | None = None
     """Pages of each device; default what max_sequences full contexts need, within 1 GiB on CPU and
-    90 % of the free memory on an accelerator."""
+    what weights and the largest step leave free on an accelerator, 90 % at most."""
     scanned: bool = False
     """One loop over stacked layers instead of unrolled ones: compiles in a fraction of the time,
     and copies each layer's weights but the experts in every step on CPU and GPU."""

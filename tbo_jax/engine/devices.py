@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 
 import jax
@@ -19,6 +20,17 @@ def use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def use_most_memory() -> None:
+    """Have JAX manage 90 % of each GPU's memory, where nothing else is configured.
+
+    Its default of 75 % leaves a quarter idle. CUDA, NCCL and loaded programs need the rest. It
+    counts from the first use of a device on.
+    """
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    if not any(os.environ.get(name) for name in names):
+        os.environ[names[0]] = "0.9"
 
 
 def find_devices(count: int | None) -> Sequence[jax.Device]:

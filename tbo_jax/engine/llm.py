@@ -18,7 +18,7 @@ import numpy as np
 from tbo_jax.checkpoint.hub import fetch_config, fetch_weights
 from tbo_jax.checkpoint.load import load_model, read_config
 from tbo_jax.checkpoint.quantized import find_format, read_quantization
-from tbo_jax.engine.cache_size import cache_config, longest_context
+from tbo_jax.engine.cache_size import cache_config, longest_context, pages_that_fit
 from tbo_jax.engine.config import DTYPES, EngineConfig
 from tbo_jax.engine.devices import make_devices, use_compilation_cache
 from tbo_jax.engine.engine import Engine, TokenEvent
@@ -32,6 +32,7 @@ from tbo_jax.parallel.processes import agree, from_first, is_first
 from tbo_jax.parallel.sharding import TENSOR
 from tbo_jax.sampling.params import MAX_SEED, SamplingParams
 from tbo_jax.step.runner import ModelRunner
+from tbo_jax.step.shapes import CacheConfig
 from tbo_jax.text import (
     Tokenizer,
     check_template_arguments,
@@ -137,21 +138,31 @@ class LLM:
                 self.folder, mesh=self.mesh, dtype=dtype, scanned=config.scanned, progress=update
             )
         self.load_seconds = time.perf_counter() - start
-        cache, longest = cache_config(config, decoder, self.mesh, longest)
-        runner = ModelRunner(
-            weights,
-            cache,
-            mesh=self.mesh,
-            overlap=overlap,
-            transport=config.transport,
-            dispatch_dtype=config.dispatch_dtype,
-        )
+
+        def make_runner(cache: CacheConfig) -> ModelRunner:
+            return ModelRunner(
+                weights,
+                cache,
+                mesh=self.mesh,
+                overlap=overlap,
+                transport=config.transport,
+                dispatch_dtype=config.dispatch_dtype,
+            )
+
+        cache, held = cache_config(config, decoder, self.mesh, longest)
+        runner = make_runner(cache)
+        if config.num_pages is None:
+            pages = pages_that_fit(runner, config.max_sequences)
+            if pages < cache.num_pages:
+                fitting = replace(config, num_pages=pages)
+                cache, held = cache_config(fitting, decoder, self.mesh, longest)
+                runner = make_runner(cache)
         self.engine = Engine(
             runner,
             self.tokenizer,
             end_of_sequence,
             max_sequences=config.max_sequences,
-            max_context=longest,
+            max_context=held,
             look_ahead=config.look_ahead,
             speculate=config.speculate,
         )

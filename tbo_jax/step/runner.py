@@ -177,6 +177,11 @@ class ModelRunner:
         """Shapes of `allocate()`; nothing is allocated."""
         return jax.eval_shape(self.allocate)
 
+    @property
+    def largest_weight(self) -> int:
+        """Bytes of the largest array of the weights on one device."""
+        return max(leaf.addressable_shards[0].data.nbytes for leaf in self._weights)
+
     def memory(self) -> dict[str, Any]:
         """Bytes of a device beside weights and pages, which several micro-batches take more of.
 
