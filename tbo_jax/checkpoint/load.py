@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -23,6 +22,7 @@ from tbo_jax.checkpoint.names import (
     parameter_sources,
 )
 from tbo_jax.checkpoint.quantized import WeightFormat, find_format, read_quantization
+from tbo_jax.checkpoint.read import Wanted, read_parameters
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
 from tbo_jax.host.json_files import read_json_object
 from tbo_jax.layers.config import DecoderConfig
@@ -65,9 +65,9 @@ def load_model(
 ) -> CausalLM:
     """Load the checkpoint in `folder` onto the devices of `mesh`.
 
-    Nothing but the parameter being read is held on the host beside the loaded weights: a weight
-    that is shared out is read for one device at a time. Quantised weights are decoded as they
-    are read.
+    Of what is not placed yet the host holds at most two of the largest parameter. Each part of a
+    weight is read once, however many devices have it. Quantised weights are decoded as they are
+    read.
 
     Args:
         folder: Hugging Face folder with config.json and safetensors.
@@ -105,16 +105,22 @@ def load_model(
     _check_tensors(tensors, weights, wanted, config, architecture, layout)
 
     total = sum(_file_bytes(tensors, weights, source) for source in wanted)
+    shardings = {path: NamedSharding(mesh, parameter_spec(path, v, mesh)) for path, v in flat}
+    values = read_parameters(
+        {
+            path: Wanted(weights, sources[path], v.shape, np.dtype(v.dtype), shardings[path])
+            for path, v in flat
+        }
+    )
     done = 0
-    loaded = []
-    for path, variable in flat:
-        sharding = NamedSharding(mesh, parameter_spec(path, variable, mesh))
-        value = _read_parameter(weights, sources[path], variable.shape, variable.dtype, sharding)
-        loaded.append((path, variable.replace(value)))
+    loaded = {}
+    for path, value in values:
+        loaded[path] = value
         done += sum(_file_bytes(tensors, weights, source) for source in sources[path])
         if progress is not None:
             progress(done, total)
-    return nnx.merge(graph, nnx.from_flat_state(loaded))
+    placed = [(path, variable.replace(loaded[path])) for path, variable in flat]
+    return nnx.merge(graph, nnx.from_flat_state(placed))
 
 
 def _untied_if_different(
@@ -153,81 +159,6 @@ def _file_bytes(tensors: TensorFolder, weights: WeightFormat, source: Source) ->
     stored = weights.stored(source.name, source.tensor_shape)
     whole = sum(tensors.info(name).nbytes for name in stored)
     return whole * math.prod(source.shape) // math.prod(source.tensor_shape)
-
-
-def _read_parameter(
-    weights: WeightFormat,
-    sources: Sequence[Source],
-    shape: tuple[int, ...],
-    dtype: Any,
-    sharding: NamedSharding,
-) -> jax.Array:
-    def read_shard(index: Any) -> np.ndarray:  # one slice a dimension
-        bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-        out = _aligned_empty([stop - start for start, stop in bounds], dtype)
-        for source in sources:
-            _read_source(weights, source, out, bounds)
-        return out
-
-    array = jax.make_array_from_callback(shape, sharding, read_shard)
-    # Wait, so that the host copy is gone before the next one is made.
-    return jax.block_until_ready(array)
-
-
-def _aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """An array that JAX takes over on CPU without copying it, as its alignment of 64 bytes allows.
-
-    Without it each parameter is there twice while it is placed: an expert weight of one layer can
-    be a third of a layer.
-    """
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _read_source(
-    weights: WeightFormat, source: Source, out: np.ndarray, bounds: Sequence[tuple[int, int]]
-) -> None:
-    """The part of a tensor that falls into the shard `bounds` of the parameter, into `out`."""
-    lead = len(source.at)
-    for entry, (start, stop) in zip(source.at, bounds, strict=False):
-        if not start <= entry < stop:
-            return
-    target = out[tuple(e - b[0] for e, b in zip(source.at, bounds, strict=False))]
-    offsets = [0] * (len(source.shape) - 1) + [source.column]
-    inner = [
-        (max(start, offset), min(stop, offset + size))
-        for (start, stop), offset, size in zip(bounds[lead:], offsets, source.shape, strict=True)
-    ]
-    if any(start >= stop for start, stop in inner):
-        return
-    place = tuple(slice(a - b[0], z - b[0]) for (a, z), b in zip(inner, bounds[lead:], strict=True))
-    index = tuple(slice(a - o, z - o) for (a, z), o in zip(inner, offsets, strict=True))
-    part = target[place][(None,) * source.leading]
-    if source.alternating:
-        _read_alternating(weights, source, part, index)
-    else:
-        weights.read_into(source.name, part, source.part(index), transpose=source.transpose)
-
-
-def _read_alternating(
-    weights: WeightFormat, source: Source, out: np.ndarray, index: tuple[slice, ...]
-) -> None:
-    """The part `index` of a parameter whose columns alternate in the file, an expert at a time."""
-    experts, *inner, columns = index
-    half = source.shape[-1] // 2
-    for number, entry in enumerate(range(experts.start, experts.stop)):
-        taken = (slice(entry, entry + 1), *inner)
-        whole = np.empty((1, *out.shape[1:-1], 2 * half), out.dtype)
-        weights.read_into(source.name, whole, (*taken, slice(0, 2 * half)))
-        for turn, first in enumerate((0, half)):
-            start, stop = max(columns.start, first), min(columns.stop, first + half)
-            if start < stop:
-                place = slice(start - columns.start, stop - columns.start)
-                out[number, ..., place] = whole[
-                    0, ..., 2 * (start - first) + turn : 2 * (stop - first) : 2
-                ]
 
 
 def _check_tensors(
