@@ -83,6 +83,27 @@ def test_extreme_tokens_stay_finite(dispatch_dtype: Any, value: float) -> None:
     np.testing.assert_allclose(found, hidden, rtol=1e-6, atol=1e-32)
 
 
+@pytest.mark.parametrize("dispatch_dtype", [None, *DISPATCH_DTYPES])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("top_k", range(1, 9))
+def test_rows_are_multiples_of_16_bytes(dispatch_dtype: Any, dtype: Any, top_k: int) -> None:
+    """And nothing is lost to what fills them up, of hidden states that are no multiple too."""
+    form = MessageFormat(top_k, dispatch_dtype, dtype)
+    rng = np.random.default_rng(top_k)
+    experts = jnp.asarray(rng.integers(-1, 300, (3, top_k)), jnp.int32)
+    weights = jnp.asarray(rng.random((3, top_k)), dtype)
+    for width in (64, 61):
+        hidden = jnp.asarray(rng.integers(-7, 8, (3, width)), dtype)
+        message = form.join(hidden, experts, weights)
+        row = message.shape[-1] * message.dtype.itemsize
+        assert row == form.row_bytes(width, dtype)
+        assert row % 16 == 0 or width == 61
+        found, ids, scales = form.part(message)
+        np.testing.assert_allclose(found, hidden, rtol=0.07, atol=0.05)
+        np.testing.assert_array_equal(ids, experts)
+        np.testing.assert_array_equal(np.asarray(scales), np.asarray(weights))
+
+
 @both
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_a_row_is_one_row_of_bytes_and_zeros_name_no_expert(
