@@ -1,6 +1,6 @@
 """Paged attention on GPU: one Pallas (Triton) kernel for ragged batches of prefill and decode.
 
-A program takes the queries of one work item that share a key/value head, those of 64 heads at most,
+A program takes the queries of one work item that share a key/value head, 64 rows of them at most,
 and a part of their keys; the softmax runs over key blocks as in FlashAttention (Dao et al. 2022). A
 step with few rows splits the context over several programs, so that a few long rows fill the chip
 (flash-decoding, Dao et al. 2023), and the parts are brought together afterwards. Keys are read
@@ -32,7 +32,10 @@ from tbo_jax.attention.work import num_work_items
 
 KEY_BLOCK, KEY_BYTES = 64, 2**14  # keys of one turn of the loop, and bytes of them, at most
 LATENT_KEY_BYTES = 2**15  # the same where keys are values too
-QUERY_ROWS = 64  # queries x heads of a program that prefills
+QUERY_ROWS = 64  # queries x heads of a program, at most
+# The same of float32 heads of more than 128: 64 rows of 256 take 102,720 bytes of shared memory,
+# and compute capabilities 8.6, 8.9 and 12.0 have 101,376; 64 of 512 take 188,672, an A100 166,912.
+WIDE_ROWS = 32
 SMALLEST_ROWS = 16  # tensor cores take 16 rows at least
 PROGRAMS = 512  # that a step should have: about four for each of an H100's multiprocessors
 LATENT_PROGRAMS = 256  # the same of latent attention, one of which fills a multiprocessor
@@ -67,7 +70,13 @@ class GpuAttention(AttentionKernel):
 
     @property
     def query_block(self) -> int:
-        return max(1, QUERY_ROWS // _power_of_two(self.shape.group))
+        return max(1, self._most_rows // _power_of_two(self.shape.group))
+
+    @property
+    def _most_rows(self) -> int:
+        shape = self.shape
+        wide = jnp.dtype(shape.dtype) == jnp.float32 and shape.value_elements > 128
+        return WIDE_ROWS if wide else QUERY_ROWS
 
     def __call__(
         self, queries, cache, batch, work, *, query_block, scale, sliding_window=None, sinks=None
@@ -76,7 +85,8 @@ class GpuAttention(AttentionKernel):
         page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
         latent, value_dim = self.shape.latent, self.shape.value_elements
         group = heads // kv_heads
-        parts = -(-group // QUERY_ROWS)  # of the heads that share a key/value head
+        # Of the heads that share a key/value head: drafts have more queries than one for each.
+        parts = -(-group // max(1, self._most_rows // query_block))
         share = -(-group // parts)
         items = num_work_items(batch, query_block)
         programs = items * kv_heads * parts

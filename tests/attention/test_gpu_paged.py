@@ -86,6 +86,7 @@ SHAPES = {
     "group 3": Shape(6, 2, 80, page_size=16, pages_per_row=10, **SMALL),
     "group 4": Shape(8, 2, 128, page_size=4, pages_per_row=40, **SMALL),
     "bfloat16": Shape(8, 2, 128, jnp.bfloat16, page_size=16, pages_per_row=10, **SMALL),
+    "float32, 256": Shape(4, 1, 256, page_size=16, pages_per_row=10, **SMALL),
     "bfloat16, 256": Shape(8, 1, 256, jnp.bfloat16, page_size=64, pages_per_row=3, **SMALL),
     # 70 heads are two programs of 35, 129 are three of 43.
     "group 70": Shape(140, 2, 16, page_size=16, pages_per_row=10, **SMALL),
@@ -111,7 +112,9 @@ PAIRS = [
     ("group 4", "window"),
     ("bfloat16", "window"),
     ("bfloat16, 256", "split"),
+    ("float32, 256", "blocks of queries"),
     ("group 70", "window"),
+    ("group 70", "blocks of queries"),  # nine programs of 8 heads and 8 queries
     ("latent", "split blocks"),
     ("latent, group 129", "split"),
     ("group 3", "sinks"),
@@ -213,6 +216,30 @@ def test_latent_attention_lowers_for_a_gpu(heads: int, dtype: Any) -> None:
     """The sizes of DeepSeek-V3 and Kimi-K2."""
     shape = Shape(heads, 1, 576, dtype, pages_per_row=4, value_dim=512, **SMALL)
     lower_for_gpu(*abstract_call(shape, GpuAttention(shape.attention).query_block))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "value_dim", "dtype", "most"),
+    [
+        (128, 1, 576, 512, jnp.bfloat16, 64),
+        (128, 1, 576, 512, jnp.float32, 32),
+        (16, 2, 256, None, jnp.float32, 32),
+        (16, 2, 256, None, jnp.bfloat16, 64),
+        (16, 2, 128, None, jnp.float32, 64),
+    ],
+)
+@pytest.mark.parametrize("query_block", [1, 2, 4, 8, 16, None])
+def test_rows_of_a_program_are_bounded(
+    heads: int, kv_heads: int, head_dim: int, value_dim: int | None, dtype: Any, most: int,
+    query_block: int | None,
+) -> None:  # fmt: skip
+    """Shared memory is: 4 queries of 64 heads of latent pages asked for 348,672 bytes."""
+    shape = Shape(heads, kv_heads, head_dim, dtype, pages_per_row=4, value_dim=value_dim, **SMALL)
+    block = query_block or GpuAttention(shape.attention).query_block
+    with mock.patch.object(gpu_paged, "_kernel", wraps=gpu_paged._kernel) as kernel:
+        call, arguments = abstract_call(shape, block)
+        jax.eval_shape(call, *arguments)
+    assert gpu_paged.SMALLEST_ROWS <= kernel.call_args.kwargs["rows"] <= most
 
 
 @pytest.mark.parametrize("entries", [1, 2])
