@@ -186,6 +186,14 @@ def test_requests_go_to_the_rank_with_most_pages_to_spare() -> None:
     assert placed == [[0, 5], [1, 3], [2, 4]]  # and the last one waits
 
 
+def test_a_rank_without_a_row_is_passed_over_whatever_pages_it_has() -> None:
+    scheduler = scheduler_of(num_ranks=2, max_sequences=2, max_tokens=64)
+    for request_id, prompt in enumerate((40, 1, 1, 1)):
+        scheduler.add(make(request_id, prompt))
+    placed = [[s[0] for s in rank] for rank in step(scheduler)]
+    assert placed == [[0, 3], [1, 2]]  # rank 1 had more pages to spare for the last one
+
+
 def test_admission_stops_at_the_first_that_does_not_fit() -> None:
     scheduler = scheduler_of(num_pages=6)
     for request_id, prompt in ((0, 8), (1, 12), (2, 1)):
