@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.engine.config import EngineConfig
 from tbo_jax.engine.devices import free_memory
+from tbo_jax.engine.dispatch import buckets_of, sampled_rows
 from tbo_jax.engine.sampler import compile_sampler
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.parallel.processes import least
 from tbo_jax.step.runner import ModelRunner
-from tbo_jax.step.shapes import Bucket, CacheConfig
+from tbo_jax.step.shapes import CacheConfig
 
 logger = logging.getLogger(__name__)
 
@@ -101,14 +102,15 @@ def default_num_pages(
     return min(wanted, _steady(affordable))
 
 
-def pages_that_fit(runner: ModelRunner, max_sequences: int) -> int:
-    """Pages of each device that leave room for the largest step of `runner`, which is compiled.
+def pages_that_fit(runner: ModelRunner, max_sequences: int, drafts: int = 0) -> int:
+    """Pages of each device that leave room for the largest steps of `runner`, which are compiled.
 
     As many as the runner's own at most; equal in all processes.
 
     Args:
         runner: its buffers are not allocated.
         max_sequences: most sequences of one step on one rank.
+        drafts: most draft tokens of a sequence.
 
     Raises:
         ValueError: the largest step leaves no memory for 2 pages.
@@ -116,7 +118,7 @@ def pages_that_fit(runner: ModelRunner, max_sequences: int) -> int:
     cache, free = runner.cache, free_memory(runner.mesh)
     if free is None:
         return cache.num_pages
-    taken = bytes_beside_cache(runner, max_sequences)
+    taken = bytes_beside_cache(runner, max_sequences, drafts)
     size = kv_bytes_per_page(runner.config.of_device(runner.tensor.size), cache.page_size)
     affordable = least(max((free - taken) // size, 0))
     if affordable < 2:
@@ -128,25 +130,27 @@ def pages_that_fit(runner: ModelRunner, max_sequences: int) -> int:
     return cache.num_pages if affordable >= cache.num_pages else _steady(affordable)
 
 
-def bytes_beside_cache(runner: ModelRunner, max_sequences: int) -> int:
+def bytes_beside_cache(runner: ModelRunner, max_sequences: int, drafts: int = 0) -> int:
     """Most bytes of a device that steps take beside weights and cache, of the programs themselves.
 
     These are the temporary memory and the logits of the largest step and of its sampler, which
     may run beside the next step, and as much as the largest weight: what XLA:GPU copies when it
     tries kernels out, if a program is compiled later.
     """
-    most = runner.cache.max_tokens
-    bucket = Bucket(most, min(max_sequences, most))
-    step = runner.compile(bucket)
-    sampler = compile_sampler(
-        runner.mesh, bucket.sequences, runner.config.vocab_size, bucket.sequences
-    )
-    taken = runner.largest_weight
-    for analysis in (step.memory_analysis(), sampler.memory_analysis()):
-        if analysis is not None:
-            taken += analysis.temp_size_in_bytes
-            taken += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return taken
+    _, verify, prefill = buckets_of(runner.cache.max_tokens, max_sequences, drafts)
+    taken = [0]
+    for bucket in (*verify[-1:], *prefill[-1:]):
+        rows = sampled_rows(bucket)
+        sampler = compile_sampler(runner.mesh, rows, runner.config.vocab_size, rows)
+        analyses = runner.compile(bucket).memory_analysis(), sampler.memory_analysis()
+        taken.append(
+            sum(
+                a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes
+                for a in analyses
+                if a is not None
+            )
+        )
+    return runner.largest_weight + max(taken)
 
 
 def _steady(pages: int) -> int:

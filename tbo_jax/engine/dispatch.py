@@ -48,6 +48,19 @@ class DispatchedStep:
         return tokens
 
 
+def buckets_of(
+    max_tokens: int, max_sequences: int, drafts: int
+) -> tuple[list[Bucket], list[Bucket], list[Bucket]]:
+    """The shapes of steps that decode, that verify drafts, and of all others; largest ones last."""
+    decode = [Bucket(n, n, True) for n in sizes_between(1, max_sequences, 2)]
+    verify = [
+        Bucket(min(n * (drafts + 1), max_tokens), n, True, drafts)
+        for n in sizes_between(1, max_sequences, 4)
+        if drafts
+    ]
+    return decode, verify, [Bucket(n, max_sequences) for n in sizes_between(16, max_tokens, 4)]
+
+
 class Dispatcher:
     """Holds the attention buffers and hands them from step to step.
 
@@ -68,14 +81,9 @@ class Dispatcher:
         """
         self.runner = runner
         self.max_sequences = max_sequences
-        most = runner.cache.max_tokens
-        self._decode_buckets = [Bucket(n, n, True) for n in sizes_between(1, max_sequences, 2)]
-        self._verify_buckets = [
-            Bucket(min(n * (drafts + 1), most), n, True, drafts)
-            for n in sizes_between(1, max_sequences, 4)
-            if drafts
-        ]
-        self._prefill_buckets = [Bucket(n, max_sequences) for n in sizes_between(16, most, 4)]
+        self._decode_buckets, self._verify_buckets, self._prefill_buckets = buckets_of(
+            runner.cache.max_tokens, max_sequences, drafts
+        )
         self._allocated: AttentionBuffers | None = None
         self._samplers: dict[int, jax.stages.Compiled] = {}  # by rows
         self._feeds: dict[int, jax.stages.Compiled] = {}  # by tokens
@@ -108,7 +116,7 @@ class Dispatcher:
         else:
             self.runner.compile_all(self.buckets, progress)
         for bucket in self.buckets:
-            self._sampler(_sampled_rows(bucket))
+            self._sampler(sampled_rows(bucket))
             if look_ahead:
                 self._feed(bucket.tokens)
         self._buffers()
@@ -129,7 +137,7 @@ class Dispatcher:
         if before is not None and batch.token_ids.min() < 0:
             batch = dataclasses.replace(batch, token_ids=self._feed_tokens(batch, before))
         logits, self._allocated = self.runner.step(bucket, self._buffers(), batch)
-        rows = _sampled_rows(bucket)
+        rows = sampled_rows(bucket)
         inputs = [_sampling_inputs(rank, seeds, rows) for rank in plan.ranks]
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *inputs)
         inputs = over_ranks(stacked, self.runner.mesh)
@@ -201,7 +209,7 @@ class Dispatcher:
         return self._feeds[tokens]
 
 
-def _sampled_rows(bucket: Bucket) -> int:
+def sampled_rows(bucket: Bucket) -> int:
     """Rows of the logits: one a sequence, or with drafts one a token."""
     return bucket.tokens if bucket.drafts else bucket.sequences
 

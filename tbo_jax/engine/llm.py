@@ -152,7 +152,7 @@ class LLM:
         cache, held = cache_config(config, decoder, self.mesh, longest)
         runner = make_runner(cache)
         if config.num_pages is None:
-            pages = pages_that_fit(runner, config.max_sequences)
+            pages = pages_that_fit(runner, config.max_sequences, config.speculate)
             if pages < cache.num_pages:
                 fitting = replace(config, num_pages=pages)
                 cache, held = cache_config(fitting, decoder, self.mesh, longest)

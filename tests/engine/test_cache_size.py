@@ -48,6 +48,14 @@ def test_what_a_step_takes_beside_the_cache() -> None:
     assert runner().largest_weight == max(leaf.nbytes for leaf in runner()._weights)
 
 
+def test_verifying_drafts_has_more_logits() -> None:
+    """Of every draft: 8 rows of 160 in place of 2."""
+    plain, drafting = (bytes_beside_cache(runner(), ROWS, drafts) for drafts in (0, 3))
+    verify = runner().compile(Bucket(8, ROWS, True, 3)).memory_analysis()
+    assert drafting >= plain
+    assert drafting >= runner().largest_weight + verify.temp_size_in_bytes + 4 * 8 * 160
+
+
 @pytest.mark.parametrize(
     ("spare", "expected"),
     [
