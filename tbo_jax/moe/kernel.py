@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,11 @@ class ExpertKernel(abc.ABC):
     @abc.abstractmethod
     def unsupported(cls, shape: ExpertShape, device: Any = None) -> str | None:
         """Why the kernel cannot run this shape on devices like `device`; None if it can."""
+
+    @classmethod
+    def for_device(cls, shape: ExpertShape, device: Any = None) -> Self:
+        """The kernel as it runs best on devices like `device`."""
+        return cls(shape)
 
     @abc.abstractmethod
     def __call__(

@@ -72,7 +72,7 @@ def choose_kernels(device: Any, config: DecoderConfig, masked: bool = False) -> 
         kernel = EXPERTS.get(platform, XlaExperts)
         if _takes("experts", platform, kernel.unsupported(of_experts, device)):
             experts = kernel
-    return Kernels(attention(shape), experts(of_experts))
+    return Kernels(attention(shape), experts.for_device(of_experts, device))
 
 
 def _platform(device: Any) -> str:

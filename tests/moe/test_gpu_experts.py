@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import cache
 from typing import Any
 
@@ -35,6 +36,7 @@ class Shape:
     width: int = 128
     dtype: Any = np.float32
     biased: bool = False  # and clamped
+    narrow: bool = False  # of the kernel
 
     @property
     def of_experts(self) -> ExpertShape:
@@ -53,6 +55,7 @@ SHAPES = {
     "more experts than rows": Shape(5, 3, 16),
     "more choices than experts": Shape(20, 4, 2, width=256),
     "large tiles": Shape(150, 2, 2),
+    "large tiles, narrow": Shape(150, 2, 2, narrow=True),
     "bfloat16": Shape(40, 2, 4, hidden=256, dtype=jnp.bfloat16),
     "biased, narrow blocks": Shape(30, 2, 4, hidden=192, width=64, biased=True),
     "biased, bfloat16": Shape(30, 2, 4, dtype=jnp.bfloat16, biased=True),
@@ -69,7 +72,7 @@ def compiled(shape: Shape) -> Any:
     def apply(rows, ids, weights, *arrays):
         activation = CLAMPED if shape.biased else SwiGlu()
         matrices = between_others(*arrays, activation=activation)
-        kernel = GpuExperts(shape.of_experts, interpret=True)
+        kernel = GpuExperts(shape.of_experts, interpret=True, narrow=shape.narrow)
         return kernel(rows, ids, weights, matrices)
 
     lowered = jax.jit(apply).lower(rows, ids, weights, *matrices)
@@ -200,6 +203,25 @@ def test_choices_are_sorted_by_expert(seed: int, skew: float, outside: float) ->
 )
 def test_unsupported(hidden: int, width: int, reason: str | None) -> None:
     assert GpuExperts.unsupported(ExpertShape(hidden, width, jnp.bfloat16)) == reason
+
+
+@pytest.mark.parametrize(
+    ("rows", "narrow", "expected"),
+    [(5000, False, [128, 128, 128]), (5000, True, [64, 128, 128]), (64, True, [128, 128, 128])],
+)
+def test_only_gate_and_up_of_large_tiles_are_narrow(
+    rows: int, narrow: bool, expected: list[int]
+) -> None:
+    shape = Shape(rows, 6, 12, dtype=jnp.bfloat16)
+    x, weights, *arrays = (jax.ShapeDtypeStruct(axes, jnp.bfloat16) for axes in shape.operands())
+    ids = jax.ShapeDtypeStruct((rows, shape.top_k), jnp.int32)
+    text = str(
+        jax.make_jaxpr(GpuExperts(shape.of_experts, narrow=narrow))(
+            x, ids, weights, ExpertWeights(*arrays, activation=SwiGlu())
+        )
+    )
+    grids = re.findall(r"grid=\((\d+), (\d+)\)", text)
+    assert [128 // int(columns) for _, columns in grids] == expected
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

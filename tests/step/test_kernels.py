@@ -27,6 +27,8 @@ SHAPE = attention_shape(SPARSE)
 EXPERTS = expert_shape(SPARSE)
 BY_XLA = Kernels(XlaAttention(SHAPE), XlaExperts(EXPERTS))
 ON_GPU = Kernels(GpuAttention(SHAPE), GpuExperts(EXPERTS))
+# Of fewer columns where tensor cores read registers.
+ON_AMPERE = Kernels(GpuAttention(SHAPE), GpuExperts(EXPERTS, narrow=True))
 
 
 def device(platform: str, **attributes: Any) -> Any:
@@ -41,14 +43,26 @@ def with_shape(**sizes: Any) -> DecoderConfig:
     ("on", "expected"),
     [
         (device("gpu", compute_capability="9.0"), ON_GPU),
-        (device("gpu", compute_capability="8.0"), ON_GPU),
-        (device("gpu", compute_capability="12.0"), ON_GPU),
+        (device("gpu", compute_capability="10.0"), ON_GPU),
+        (device("gpu", compute_capability="8.0"), ON_AMPERE),
+        (device("gpu", compute_capability="8.9"), ON_AMPERE),
+        (device("gpu", compute_capability="12.0"), ON_AMPERE),
         (device("cuda"), ON_GPU),  # described, not there
         (device("gpu", compute_capability="7.5"), BY_XLA),
         (device("gpu", compute_capability="gfx942"), BY_XLA),
         (device("rocm"), BY_XLA),
     ],
-    ids=["Hopper", "Ampere", "Blackwell", "described", "Turing", "ROCm as gpu", "ROCm"],
+    ids=[
+        "Hopper",
+        "Blackwell",
+        "Ampere",
+        "Ada",
+        "RTX Blackwell",
+        "described",
+        "Turing",
+        "ROCm as gpu",
+        "ROCm",
+    ],
 )
 def test_by_device(on: Any, expected: Kernels) -> None:
     assert choose_kernels(on, SPARSE) == expected
