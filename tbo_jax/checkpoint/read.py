@@ -72,54 +72,55 @@ class Wanted:
         """Most bytes of the host that reading takes, beside what is placed."""
         most = 0
         for box, parts in self.boxes.items():
-            if len(parts) > 1:
-                most = max(most, self.bytes_of(box) + self.bytes_of(parts[0]))
-            else:
-                most = max(most, max(map(self.bytes_of, self._pieces(box))))
+            piece = self._pieces(box)[0]  # no other is larger
+            cut = parts[0] if len(parts) > 1 else ()
+            of_part = self.bytes_of((min(piece[0], cut[0], key=_length), *cut[1:])) if cut else 0
+            most = max(most, self.bytes_of(piece) + of_part)
         return most
 
     def read(self) -> jax.Array:
         """The parameter on its devices; the host holds nothing of it any more."""
-        devices, placed = self.parts, {}
+        devices: dict[Bounds, list[jax.Device]] = self.parts
+        placed: dict[jax.Device, jax.Array] = {}
         for box, parts in self.boxes.items():
-            if len(parts) == 1:
-                for device, array in self._place(box, devices[box]):
-                    placed[device] = array
-                continue
-            whole = self._read_box(box)
-            for bounds in parts:
-                inner = tuple(
-                    slice(a - o, z - o) for (a, z), (o, _) in zip(bounds, box, strict=True)
-                )
-                part = _aligned_empty([z - a for a, z in bounds], self.dtype)
-                part[...] = whole[inner]
-                for device in devices[bounds]:
-                    placed[device] = jax.device_put(part, device)
-                # Wait, so that the host's copy is gone before the next one is made.
-                jax.block_until_ready([placed[device] for device in devices[bounds]])
-        order = [
-            placed[device] for device in self.sharding.addressable_devices_indices_map(self.shape)
-        ]
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, order)
+            for piece in self._pieces(box):
+                read = self._read_box(piece)
+                for part in parts:
+                    inner = _common(part, piece)
+                    if inner is not None:
+                        values = self._cut(read, piece, inner)
+                        for device in devices[part]:
+                            placed[device] = self._put(values, inner, part, device, placed)
+                        # Wait, so that the host's copy is gone before the next one is made.
+                        jax.block_until_ready([placed[device] for device in devices[part]])
+        order = self.sharding.addressable_devices_indices_map(self.shape)
+        arrays = [placed[device] for device in order]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays)
 
-    def _place(
-        self, bounds: Bounds, devices: Sequence[jax.Device]
-    ) -> Iterator[tuple[jax.Device, jax.Array]]:
-        """A part on the devices that have it, given to them in pieces where it is large."""
-        pieces = self._pieces(bounds)
-        if len(pieces) == 1:
-            part = self._read_box(bounds)
-            arrays = [jax.device_put(part, device) for device in devices]
-            yield from zip(devices, jax.block_until_ready(arrays), strict=True)
-            return
-        shape = tuple(stop - start for start, stop in bounds)
-        stacks = [jnp.zeros(shape, self.dtype, device=device) for device in devices]
-        for piece in pieces:
-            part = self._read_box(piece)
-            first = piece[0][0] - bounds[0][0]
-            stacks = [_write(stack, part, first) for stack in stacks]
-            jax.block_until_ready(stacks)
-        yield from zip(devices, stacks, strict=True)
+    def _cut(self, read: NDArray[Any], piece: Bounds, inner: Bounds) -> NDArray[Any]:
+        """What is `inner` of a piece that was read; the piece itself where that is all of it."""
+        if inner == piece:
+            return read
+        out = _aligned_empty([stop - start for start, stop in inner], self.dtype)
+        out[...] = read[
+            tuple(slice(a - o, z - o) for (a, z), (o, _) in zip(inner, piece, strict=True))
+        ]
+        return out
+
+    def _put(
+        self,
+        values: NDArray[Any],
+        inner: Bounds,
+        part: Bounds,
+        device: jax.Device,
+        placed: Mapping[jax.Device, jax.Array],
+    ) -> jax.Array:
+        """The part on a device with `values` in the place `inner`, which may be all of it."""
+        if inner == part:
+            return jax.device_put(values, device)
+        shape = tuple(stop - start for start, stop in part)
+        before = placed[device] if device in placed else jnp.zeros(shape, self.dtype, device=device)
+        return _write(before, values, inner[0][0] - part[0][0])
 
     def _pieces(self, bounds: Bounds) -> list[Bounds]:
         """`bounds` cut along the first dimension, so that each is of `_AT_ONCE` bytes if it can be.
@@ -138,6 +139,16 @@ class Wanted:
         for source in self.sources:
             _read_source(self.weights, source, out, bounds)
         return out
+
+
+def _length(bounds: tuple[int, int]) -> int:
+    return bounds[1] - bounds[0]
+
+
+def _common(one: Bounds, other: Bounds) -> Bounds | None:
+    """What lies in both; None if nothing does."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return None if any(start >= stop for start, stop in both) else both
 
 
 def _leading_axes(source: Source) -> set[int]:
