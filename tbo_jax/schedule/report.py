@@ -17,7 +17,7 @@ from tbo_jax.schedule.hlo import Module, parse
 from tbo_jax.schedule.scopes import BACKWARD, find_scope
 from tbo_jax.schedule.targets import Target, find_target
 from tbo_jax.schedule.timeline import Timeline, Transfer, simulate
-from tbo_jax.step.compiler_options import Options, compiler_options
+from tbo_jax.step.compiler_options import Options, known_options, overlap_options
 
 # From v5p on XLA moves small scatters, gathers and sorts to the SparseCores, and jaxlib 0.10 cannot
 # read the program that it makes then. The step that is run leaves them there.
@@ -146,7 +146,8 @@ def inspect(
     if args:
         raise ValueError("arguments are for a jitted function, this one is lowered already")
     if hasattr(step, "compile"):
-        given = compiler_options(target.mesh(), micro_batches)
+        given = overlap_options(target.platform, target.num_devices, micro_batches)
+        given = known_options(given, target.mesh()) if given else {}
         if target.platform == "cuda":
             given["xla_gpu_autotune_level"] = "0"  # there is no device to tune on
         elif target.platform == "tpu":

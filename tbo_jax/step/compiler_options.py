@@ -60,7 +60,7 @@ def compiler_options(
     """
     device = mesh.devices.flat[0]
     options = overlap_options(device.platform, mesh.size, micro_batches, transport, training)
-    return _known(options | process_options(mesh), mesh)
+    return known_options(options | process_options(mesh), mesh)
 
 
 def process_options(mesh: Mesh) -> Options:
@@ -110,7 +110,7 @@ def overlap_options(
     return options
 
 
-def _known(options: Options, mesh: Mesh) -> Options:
+def known_options(options: Options, mesh: Mesh) -> Options:
     """`options` without those that the compiler of the mesh does not know."""
     unknown = _unknown(tuple(options.items()), mesh) if options else {}
     return {name: value for name, value in options.items() if name not in unknown}

@@ -111,17 +111,17 @@ def test_an_option_that_is_not_known_is_left_out_and_named_once(
     asked = known | {"xla_gpu_renamed": True, "xla_gpu_gone": "2"}
     mesh = make_mesh(2)
     for _ in range(2):
-        assert module._known(asked, mesh) == known
+        assert module.known_options(asked, mesh) == known
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert "has no option xla_gpu_renamed" in said[0] and "has no option xla_gpu_gone" in said[1]
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_autotune_level"):
-        module._known({"xla_gpu_autotune_level": "high"}, mesh)
+        module.known_options({"xla_gpu_autotune_level": "high"}, mesh)
 
 
 def mesh_of(platform: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """As far as options look at one, of 4 devices; they are all taken for known."""
-    monkeypatch.setattr(module, "_known", lambda options, mesh: options)
+    monkeypatch.setattr(module, "known_options", lambda options, mesh: options)
     devices = [SimpleNamespace(platform=platform, process_index=i % processes) for i in range(4)]
     return SimpleNamespace(devices=np.array(devices), size=4)
 
