@@ -63,7 +63,6 @@ def test_scanned_micro_batches_on_four_devices(name):
     [
         pytest.param(2, 3, False, marks=pytest.mark.slow),
         pytest.param(4, 3, True, marks=pytest.mark.slow),
-        pytest.param(4, 4, False, marks=pytest.mark.slow),
         pytest.param(4, 4, True, marks=pytest.mark.slow),
     ],
 )
