@@ -32,6 +32,7 @@ def folder(tmp_path_factory):
     return with_tokenizer("qwen3_moe", tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 def test_bring_your_own_model():
     result = subprocess.run(
         [sys.executable, str(EXAMPLES / "bring_your_own_model.py")],

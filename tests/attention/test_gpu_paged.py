@@ -26,7 +26,7 @@ from tests.attention.ragged import Case, Shape, case_of, mixes, reference, with_
 from tests.gpu_lowering import lower_for_gpu
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
-few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclasses.dataclass(frozen=True)

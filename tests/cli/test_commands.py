@@ -47,6 +47,7 @@ def test_a_bug_keeps_its_traceback():
 
 
 # Prints as a command does, without the seconds that a model takes.
+slow = pytest.mark.slow
 PRINTS = """
 import sys
 from tbo_jax.host.command import run_command
@@ -67,8 +68,10 @@ def shell(redirection: str) -> tuple[int, str]:
     ("redirection", "status", "said"),
     [
         (">/dev/full", 1, "name: [Errno 28] No space left on device\n"),
-        (">&-", 2, "name: stdout is closed: expected a place to print to\n"),
-        ("2>&-", 0, ""),
+        pytest.param(
+            ">&-", 2, "name: stdout is closed: expected a place to print to\n", marks=slow
+        ),
+        pytest.param("2>&-", 0, "", marks=slow),
         ("| true; exit ${PIPESTATUS[0]}", 1, ""),
     ],
 )
@@ -76,6 +79,7 @@ def test_where_nothing_can_be_printed(redirection, status, said):
     assert shell(redirection) == (status, said)
 
 
+@pytest.mark.slow
 def test_what_was_printed_before_an_error_is_not_lost():
     code = PRINTS.replace("return 0", 'open("/no/such/file")')
     done = subprocess.run(
@@ -85,6 +89,7 @@ def test_what_was_printed_before_an_error_is_not_lost():
     assert done.stderr == "name: [Errno 2] No such file or directory: '/no/such/file'\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["--help", "decode --help"])
 def test_help_that_cannot_be_printed(words):
     line = f'"$0" -m tbo_jax.cli.main {words} >/dev/full'

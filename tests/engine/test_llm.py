@@ -108,6 +108,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch(llm):
     assert other_seed.token_ids != alone.token_ids
 
 
+@pytest.mark.slow
 def test_preemption_changes_no_token(folder, llm):
     """Pages for one long request at a time: the younger one is preempted and computed anew."""
     tight = make_llm(folder, num_pages=16)
@@ -637,6 +638,7 @@ def test_params_of_another_number(llm):
         llm.generate(GOLDEN.prompts[:1], [{"temperature": 1}])
 
 
+@pytest.mark.slow
 def test_dense_model_says_that_nothing_overlaps(tmp_path, caplog):
     llm = make_llm(
         with_tokenizer("llama", tmp_path), devices=2, mode="on", max_sequences=1, max_tokens=2

@@ -78,6 +78,7 @@ def test_requests_that_end_by_length_give_the_same_tokens_and_counts(engines, co
     assert 0.8 * ahead.statistics.steps < ahead.statistics.steps_ahead < ahead.statistics.steps
 
 
+@pytest.mark.slow
 def test_requests_that_end_by_content_give_the_same_tokens_and_text(engines, compilations):
     """Stop strings, end of sequence, aborts, and requests that come later."""
     waiting, ahead = engines

@@ -169,6 +169,7 @@ def test_steps_with_and_without_drafts_and_empty_ranks_alternate(engine, compila
 # Logits that are not finite
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_finite_end_one_request_only(engine, compilations):
     """With drafts that are right up to them, and wrong ones."""
     ends = []

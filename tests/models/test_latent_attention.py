@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from tbo_jax.checkpoint.load import load_model
@@ -28,6 +29,7 @@ def logits_of(model, tokens):
     return model.logits(hidden)
 
 
+@pytest.mark.slow
 def test_whole_sequences_give_the_golden_logits_and_gradients():
     golden = Golden("deepseek_v3")
     model = load_model(golden.folder, mesh=make_mesh(1), dtype=jnp.float32)

@@ -49,7 +49,7 @@ def test_unrolled_logits(name, micro_batches):
 @pytest.mark.parametrize(
     ("name", "micro_batches"),
     [
-        ("llama", 1),
+        pytest.param("llama", 1, marks=pytest.mark.slow),  # of two it is not
         ("llama", 2),
         ("qwen3_moe", 1),
         pytest.param("qwen3_moe", 2, marks=pytest.mark.slow),  # on devices it is not

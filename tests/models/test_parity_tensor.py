@@ -13,12 +13,14 @@ slow = pytest.mark.slow
     ("name", "devices", "tensor", "micro_batches"),
     [
         ("llama_bias", 2, 2, 2),  # all biases
-        pytest.param("qwen3_moe_mixed", 4, 2, 2, marks=slow),  # dense and sparse layers
+        ("qwen3_moe_mixed", 4, 2, 2),  # dense and sparse layers
         pytest.param(
             "glm4_moe", 4, 2, 3, marks=slow
         ),  # shared experts; 43 tokens, which 2 devices do not divide
         pytest.param("qwen3_moe", 4, 4, 1, marks=slow),  # more devices than key/value heads
-        ("deepseek_v3", 4, 2, 2),  # one key/value head, and factors of each head
+        pytest.param(
+            "deepseek_v3", 4, 2, 2, marks=slow
+        ),  # one key/value head, factors of each head
         pytest.param("gpt_oss", 4, 2, 2, marks=slow),  # sinks, biases of experts
         *[
             pytest.param(name, 2, 2, count, marks=slow)

@@ -121,7 +121,7 @@ def check(shape: Shape, operands: list[np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 99),
     skew=st.sampled_from([0.0, 0.3, 9.0]),

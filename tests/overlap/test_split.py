@@ -264,6 +264,7 @@ def test_optional_and_one_dimensional_fields() -> None:
     assert first.rotary_tables is second.rotary_tables is None
 
 
+@pytest.mark.slow
 @settings(max_examples=2, deadline=None)
 @given(ragged_batches(st.sampled_from([IMAGE, 1])), st.integers(0, TOKENS))
 def test_same_answer_outside_jit(ragged: Ragged, cut: int) -> None:

@@ -129,6 +129,7 @@ def survivor(request: pytest.FixtureRequest) -> Iterator[int]:
     yield request.param
 
 
+@pytest.mark.slow
 def test_when_one_is_killed_the_other_ends(folder: Path, survivor: int) -> None:
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     options = ("--model", folder, "--max-new-tokens", 90, "--page-size", 4)

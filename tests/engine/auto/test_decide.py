@@ -515,6 +515,7 @@ def expected():
     return generate(kjv("off", 1))
 
 
+@pytest.mark.slow
 def test_auto_on_one_device(expected, compilations):
     llm = kjv("auto", 1)
     before = compilations()

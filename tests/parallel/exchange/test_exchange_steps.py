@@ -65,6 +65,7 @@ def test_the_two_level_transport_gives_the_same_logits(expected, micro_batches: 
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_rounding_to_8_bits_changes_logits_a_little(expected) -> None:
     found = logits_of(make_runner(transport="ragged_all_to_all", dispatch_dtype="float8_e4m3fn"))
     error = np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
