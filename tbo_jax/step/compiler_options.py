@@ -60,7 +60,7 @@ def compiler_options(
     """
     device = mesh.devices.flat[0]
     options = overlap_options(device.platform, mesh.size, micro_batches, transport, training)
-    return known_options(options | process_options(mesh), mesh)
+    return known_options(options, mesh) | process_options(mesh)
 
 
 def process_options(mesh: Mesh) -> Options:
@@ -73,7 +73,8 @@ def process_options(mesh: Mesh) -> Options:
     """
     platform = mesh.devices.flat[0].platform
     several = len({device.process_index for device in mesh.devices.flat}) > 1
-    return {"xla_gpu_shard_autotuning": False} if several and platform in _GPU else {}
+    alone: Options = {"xla_gpu_shard_autotuning": False}
+    return known_options(alone, mesh) if several and platform in _GPU else {}
 
 
 def overlap_options(

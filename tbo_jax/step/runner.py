@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -172,7 +171,7 @@ class ModelRunner:
             mesh=self.mesh,
         )
 
-    @cached_property
+    @functools.cached_property
     def _buffer_shapes(self) -> AttentionBuffers:
         """Shapes of `allocate()`; nothing is allocated."""
         return jax.eval_shape(self.allocate)
