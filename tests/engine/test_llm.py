@@ -232,7 +232,9 @@ def test_a_step_that_fails_after_its_dispatch_poisons_nothing(other_llm, monkeyp
     monkeypatch.setattr(runner, "step", late)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"0\.2 s after the dispatch"):
         other_llm.generate(GOLDEN.prompts, greedy())
-    assert returned  # nothing failed before, and what came back were arrays
+    # Nothing failed before, and what came back were arrays. On one device XLA:CPU runs a program
+    # in the caller's thread when its inputs happen to be there already.
+    assert returned or runner.mesh.size == 1
     monkeypatch.undo()
     # JAX keeps the error for its next barrier, as that of the last callback on these devices.
     broken.clear()
