@@ -233,7 +233,6 @@ def workplace(tmp_path_factory) -> tuple[Path, dict[str, str]]:
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache" / "xla"),  # also what trains
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # as in conftest.py
     }
     environ.pop("USE_TBO", None)
     return folder, environ

@@ -52,7 +52,6 @@ class Pair:
         together = ("--coordinator", f"localhost:{free_port()}", "--num-processes", 2, *words)
         together += ("--max-tokens", 16)  # fewer sizes are compiled
         environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "USE_TBO": "1"}
-        environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # as in conftest.py
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(DECODE), *map(str, (*together, "--process-id", i, *own))],
