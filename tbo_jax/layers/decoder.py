@@ -117,11 +117,11 @@ class SparseLayer(nnx.Module):
         attended, cache = self.self_attn(self.input_layernorm(hidden), cache, context)
         return self.self_attn.o_proj.add_bias(hidden), attended, cache
 
-    def route(self, hidden, attended, cache, context: LayerContext):
+    def route(self, hidden, attended, cache, context: LayerContext, arrived=None):
         """Sum of residual stream and attention -> carry, message to the experts, and the cache."""
         hidden = context.tensor.part(hidden) + attended
         normed = self.post_attention_layernorm(hidden)
-        message, places, cache = self.mlp.route(normed, cache, context)
+        message, places, cache = self.mlp.route(normed, cache, context, arrived)
         kept = None if self.mlp.shared_experts is None else normed
         return (hidden, places, kept), message, cache
 
@@ -137,10 +137,10 @@ class SparseLayer(nnx.Module):
         hidden, places = carry
         return None, hidden + context.exchange.unpack_results(received, places), cache
 
-    def attend_and_route(self, hidden, received, cache, context: LayerContext):
+    def attend_and_route(self, hidden, received, cache, context: LayerContext, arrived=None):
         """Two stages in one: `attend`, then `route`."""
         hidden, attended, cache = self.attend(hidden, received, cache, context)
-        return self.route(hidden, attended, cache, context)
+        return self.route(hidden, attended, cache, context, arrived)
 
     def merge(self, carry, received, context: LayerContext):
         """Residual stream [T, D] after the layer."""
@@ -149,10 +149,13 @@ class SparseLayer(nnx.Module):
         _, hidden, _ = self.collect(carry, received, None, context)
         return hidden
 
-    on_one_device = (Stage(attend_and_route, dispatch), Stage(run_experts, combine))
+    on_one_device = (
+        Stage(attend_and_route, dispatch, announces=True),
+        Stage(run_experts, combine),
+    )
     on_several = (
         Stage(attend, scatter),
-        Stage(route, dispatch),
+        Stage(route, dispatch, announces=True),
         Stage(run_experts, combine),
         Stage(collect, gather),
     )

@@ -114,9 +114,12 @@ class SparseMoe(nnx.Module):
         self.gate_up_bias, self.down_bias = stacked.gate_up_bias, stacked.down_bias
         self.layer = nnx.data(jnp.asarray(layer, jnp.int32))
 
-    def route(self, x: jax.Array, cache: Any, context: LayerContext) -> tuple[Any, Any, Any]:
+    def route(
+        self, x: jax.Array, cache: Any, context: LayerContext, arrived: Any = None
+    ) -> tuple[Any, Any, Any]:
         """A device's tokens [P, D] -> the message to the experts, what unpacks the answer, cache.
 
+        What is told of the message waits for `arrived` (`Exchange.pack`).
         Training keeps a `RouterLoad` for a cache, to which the choices are added.
         """
         logits = self.gate(x)
@@ -126,7 +129,8 @@ class SparseMoe(nnx.Module):
             cache = cache.add(self.router.shares(logits), experts)
         live = context.tensor.part(context.live)
         experts = jnp.where(live[:, None], experts, -1)  # padding reaches no expert
-        return *context.exchange.pack(x, experts, weights.astype(x.dtype)), cache
+        weights = weights.astype(x.dtype)
+        return *context.exchange.pack(x, experts, weights, arrived), cache
 
     def shared(self, x: jax.Array) -> jax.Array:
         """[P, D] -> [P, D]: the shared experts, on the device that has the tokens."""

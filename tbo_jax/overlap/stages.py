@@ -37,12 +37,19 @@ class Stage:
     `context` whatever the caller passed for the micro-batch. Without `communicate`, `outgoing` is
     handed on as it is. All but `context` are pytrees of arrays.
 
+    With `announces`, `compute` sends something small itself, such as the sizes of what
+    `communicate` is to send. It then takes a keyword argument `arrived`: what came of the message
+    before, of another micro-batch (None: there is none). What it sends should wait for that, by a
+    `jax.lax.optimization_barrier`. XLA:GPU has one collective on its way at a time, and otherwise
+    may hold back that message until this one is over.
+
     Raises:
         TypeError: what is to be called cannot be.
     """
 
     compute: Callable[[Any, Any, Any, Any, Any], tuple[Any, Any, Any]]
     communicate: Callable[[Any, Any], Any] | None = None
+    announces: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.compute):
@@ -54,6 +61,11 @@ class Stage:
             raise TypeError(
                 f"Stage.communicate of {_name(self.compute)} must be None or a function of "
                 f"(outgoing, context), got {_kind(self.communicate)}"
+            )
+        if not isinstance(self.announces, bool):
+            raise TypeError(
+                f"Stage.announces of {_name(self.compute)} must be True or False, got "
+                f"{_kind(self.announces)}"
             )
 
 
@@ -193,11 +205,16 @@ class _Run:
     def _compute(self, index: Any, layer: Any, before: Any, lane: _Lane, stage: Stage) -> None:
         """One stage's compute; `before` is the layer before, of which this compute is the merge."""
 
+        more = {}
+        if stage.announces:  # not among the inputs, which all of the compute waits for
+            others = len(self.lanes) > 1
+            more["arrived"] = self.lanes[lane.number - 1].receive() if others else None
+
         def compute(used: list[Any], carry: Any, received: Any, view: Any) -> Any:
             if before is not None:
                 carry, received = _merge(used[1], index - 1, lane, carry, received), None
             with _noted(layer, index, lane, stage.compute):
-                result = stage.compute(used[0], carry, received, view, lane.context)
+                result = stage.compute(used[0], carry, received, view, lane.context, **more)
             carry, outgoing, kept = _checked(result, layer, stage, view)
             return (carry, outgoing), kept
 

@@ -94,6 +94,10 @@ def overlap_options(
         return dict(_TPU)
     options: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
     ragged = TRANSPORTS[transport].sizes_are_data
+    if ragged:
+        # XLA's default, kept whatever the environment says. Above it others saw gradients that
+        # changed from run to run, hangs, and steps a third slower (marin-community/marin 8077).
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "1"
     if micro_batches > 1:
         options |= {
             "xla_gpu_pgle_profile_file_or_directory_path": str(
@@ -106,8 +110,6 @@ def overlap_options(
         options |= {f"xla_gpu_{kind}_combine_threshold_bytes": "0" for kind in _GPU_COMBINED}
         if training:  # those of gradients may be joined
             options["xla_gpu_all_reduce_combine_threshold_bytes"] = _JOINED_SUMS
-        if ragged:  # the counts of one micro-batch travel beside the payload of the other
-            options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
     return options
 
 

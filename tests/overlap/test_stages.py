@@ -638,3 +638,72 @@ def test_a_carry_may_hold_empty_and_complex_arrays() -> None:
         np.testing.assert_array_equal(leaf, 8)
     with_complex_alone = jax.grad(loss)({"b": carry["b"]})
     np.testing.assert_array_equal(with_complex_alone["b"], 8)
+
+
+class Announcing(nnx.Module):
+    """Adds to the carry what had arrived before each compute, times a number for the compute."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.gain = nnx.Param(rngs.normal(()))
+
+    def first(self, carry, received, cache, context, *, arrived):
+        sent, seen = carry
+        context["seen"].append(arrived)
+        return (sent, seen + 0 if arrived is None else seen + arrived * self.gain), sent + 1, cache
+
+    def second(self, carry, received, cache, context):
+        sent, seen = carry
+        return (received, seen), received + 1, cache
+
+    def merge(self, carry, received, context):
+        return received, carry[1]
+
+    # What is sent is even after the one communication, and odd after the other.
+    stages = (
+        Stage(first, lambda sent, context: sent + 1, announces=True),
+        Stage(second, lambda sent, context: sent),
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_announces_is_given_the_message_before(count: int) -> None:
+    """That of the micro-batch before, and for the first one the last one's of the layer before."""
+    layers = [Announcing(nnx.Rngs(n)) for n in range(3)]
+    seen: list[Any] = []
+    contexts = [{"seen": seen}] * count
+    carries = [(jnp.float32(1000 * n), jnp.float32(0)) for n in range(count)]
+    run_layers(layers, carries, contexts)
+    last = count - 1
+    expected = [
+        # After a layer 3 were added: 2 by its first stage, and 1 by its second.
+        1000 * (lane - 1) + 3 * layer + 2 if lane else 1000 * last + 3 * layer
+        for layer in range(3)
+        for lane in range(count)
+    ]
+    if count == 1:
+        assert seen == [None] * 3
+    else:
+        assert seen[0] is None  # nothing was sent yet
+        assert [float(value) for value in seen[1:]] == expected[1:]
+
+
+def test_a_scan_is_given_the_messages_of_the_unrolled_layers() -> None:
+    layers = [Announcing(nnx.Rngs(n)) for n in range(4)]
+    carries = [(jnp.float32(1000 * n), jnp.float32(0)) for n in range(2)]
+    expected, _ = run_layers(layers, carries, [{"seen": []}] * 2)
+    found, _ = run_layers(StackedLayers.stack(layers), carries, [{"seen": []}] * 2)
+    np.testing.assert_allclose(jax.tree.leaves(found), jax.tree.leaves(expected), rtol=1e-6)
+    assert float(expected[1][1]) != 0
+
+
+def test_what_announces_waits_for_no_message_itself() -> None:
+    """The message is in flight beside the compute, which takes it for what it sends alone."""
+
+    def run(one, two):
+        layers = [Announcing(nnx.Rngs(0))]
+        carries = [(one, jnp.zeros(3)), (two, jnp.zeros(3))]
+        return run_layers(layers, carries, [{"seen": []}] * 2)[0][1][0]
+
+    # What the second micro-batch sends does not depend on the first one's message.
+    jacobian = jax.jacrev(run)(jnp.ones(3), jnp.ones(3))
+    assert not jacobian.any()

@@ -13,7 +13,7 @@ from tbo_jax.parallel.exchange.base import ShardedExchange
 class AllGather(ShardedExchange):
     """Every token to every device by all-gather; the partial sums back by reduce-scatter."""
 
-    def pack(self, hidden, experts, weights):
+    def pack(self, hidden, experts, weights, arrived=None):
         return self.form.join(hidden, experts, weights), None
 
     def dispatch(self, message):

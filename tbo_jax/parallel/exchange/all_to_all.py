@@ -18,7 +18,7 @@ class PaddedAllToAll(ShardedExchange):
     T rows hold all tokens of a device, so that no routing overflows them.
     """
 
-    def pack(self, hidden, experts, weights):
+    def pack(self, hidden, experts, weights, arrived=None):
         tokens, devices = hidden.shape[0], self.num_devices
         start = tokens * jnp.arange(devices, dtype=jnp.int32)
         placement = Placement.of(experts, devices, self.experts_per_device)

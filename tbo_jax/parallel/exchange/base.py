@@ -16,8 +16,12 @@ class Exchange(Protocol):
     # Whether rows are sent as routed, their number told in a collective of its own.
     sizes_are_data: ClassVar[bool] = False
 
-    def pack(self, hidden, experts, weights) -> tuple[Any, Any]:
-        """[T, D], [T, K] int32 global ids (negative: no expert), [T, K] -> message, places."""
+    def pack(self, hidden, experts, weights, arrived=None) -> tuple[Any, Any]:
+        """[T, D], [T, K] int32 global ids (negative: no expert), [T, K] -> message, places.
+
+        What is sent already in here, such as sizes, waits for `arrived`, any pytree of arrays: see
+        `Stage.announces`.
+        """
 
     def dispatch(self, message: Any) -> Any:
         """The first communication."""

@@ -11,7 +11,7 @@ from tbo_jax.parallel.exchange.base import Exchange
 class LocalExchange(Exchange):
     """All experts on one device: nothing travels."""
 
-    def pack(self, hidden, experts, weights):
+    def pack(self, hidden, experts, weights, arrived=None):
         return (hidden, experts, weights), None
 
     def dispatch(self, message):

@@ -8,8 +8,12 @@ They are told in the compute that routes, not in the communication after it: the
 compute starts when they have arrived, and all of it runs beside the payload. They travel beside the
 packing of the payload. (Modelled for 8x H100: told in the communication, they had the whole of the
 other's compute to themselves, and the payload waited for its end. By all-gather, XLA:GPU joined
-those of both micro-batches to one, and the first waited for the second.) Two collectives are then
-on their way at a time, which `compiler_options` allows.
+those of both micro-batches to one, and the first waited for the second.)
+
+One collective is on its way at a time (`compiler_options` says why). So the sizes of a micro-batch
+wait for the message of the other one, or XLA:GPU would start that message after them, at the end of
+the compute that was to hide it: 64 % of the communication of a prefill step of Qwen3-30B-A3B was
+hidden without that order and 94 % with it, modelled for 8 H100.
 """
 
 from __future__ import annotations
@@ -40,10 +44,12 @@ class RaggedAllToAll(ShardedExchange):
 
     sizes_are_data = True
 
-    def pack(self, hidden, experts, weights):
+    def pack(self, hidden, experts, weights, arrived=None):
         placement = Placement.of(experts, self.num_devices, self.experts_per_device)
         offset = _before(placement.count)
         sizes = jnp.stack([placement.count, offset], 1)
+        if arrived is not None:  # stopped: there is no gradient of an order
+            sizes, _ = jax.lax.optimization_barrier((sizes, jax.lax.stop_gradient(arrived)))
         told = jax.lax.all_to_all(sizes, self.axis, 0, 0)
         rows = hidden.shape[0] * min(self.num_devices, self.form.top_k)
         places = placement.places(offset, rows)

@@ -40,7 +40,7 @@ class TwoLevel(ShardedExchange):
                 f"{self.axis}"
             )
 
-    def pack(self, hidden, experts, weights):
+    def pack(self, hidden, experts, weights, arrived=None):
         tokens, nodes = hidden.shape[0], self.num_nodes
         start = tokens * jnp.arange(nodes, dtype=jnp.int32)
         experts_per_node = self.experts_per_device * self.num_devices // nodes
