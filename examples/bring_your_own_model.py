@@ -64,12 +64,12 @@ class Block(nnx.Module):
         self.gate_up = nnx.Param(init(rngs.params(), (EXPERTS, WIDTH, 2 * WIDTH)), experts=True)
         self.down = nnx.Param(init(rngs.params(), (EXPERTS, WIDTH, WIDTH)), experts=True)
 
-    def attend_and_route(self, x, received, cache, exchange):
+    def attend_and_route(self, x, received, cache, exchange, arrived):
         mask = nnx.make_causal_mask(x[..., 0])
         x = x + self.attention(self.norm1(x), mask=mask)
         tokens = self.norm2(x).reshape(-1, WIDTH)
         weights, experts = top_k_softmax(self.router(tokens), 2, renormalize=True)
-        message, places = exchange.pack(tokens, experts, weights)
+        message, places = exchange.pack(tokens, experts, weights, arrived)
         return (x, places), message, cache
 
     def run_experts(self, carry, received, cache, exchange):
@@ -83,7 +83,11 @@ class Block(nnx.Module):
         return x + exchange.unpack_results(received, places).reshape(x.shape)
 
     stages = (
-        Stage(attend_and_route, lambda message, exchange: exchange.dispatch(message)),
+        Stage(
+            attend_and_route,
+            lambda message, exchange: exchange.dispatch(message),
+            announces=True,  # with a ragged exchange, how much it will send
+        ),
         Stage(run_experts, lambda message, exchange: exchange.combine(message)),
     )
 

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.parallel.exchange import (
+    TRANSPORTS,
     Exchange,
     LocalExchange,
     Transport,
@@ -18,6 +19,8 @@ from tbo_jax.parallel.exchange.message import DispatchDtype
 from tbo_jax.parallel.sharding import DEVICES, NODES
 
 logger = logging.getLogger(__name__)
+
+MOST_OUTPUTS = 8  # devices that XLA:GPU's own kernel for a ragged exchange writes to
 
 
 def check_exchange(
@@ -57,6 +60,9 @@ def exchange_of(
         return LocalExchange()
     if transport == "two_level" and mesh.shape[NODES] == 1:
         logger.warning("transport 'two_level' on one node: all tokens go to all of its devices")
+    devices = list(mesh.devices.flat)
+    if TRANSPORTS[transport].sizes_are_data and devices[0].platform in ("gpu", "cuda"):
+        _warn_of_host_sizes(len(devices), len({device.process_index for device in devices}))
     if dispatch_dtype is not None and mesh.size == 1:
         logger.warning("dispatch_dtype %r on one device: nothing is sent", dispatch_dtype)
     return make_exchange(
@@ -68,5 +74,23 @@ def exchange_of(
         top_k=config.num_experts_per_token,
         dispatch_dtype=dispatch_dtype,
         dtype=config.dtype,
-        platform=mesh.devices.flat[0].platform,
+        platform=devices[0].platform,
     )
+
+
+def _warn_of_host_sizes(num_devices: int, num_processes: int) -> None:
+    """Tell who gains nothing from overlap at run time, though the compiled program has it.
+
+    XLA:GPU's kernel that reads the sizes on the device takes `MOST_OUTPUTS` devices of one process
+    (`ragged_all_to_all_thunk.cc`, as read in jaxlib 0.11 by marin-community/marin 7891).
+    """
+    if num_devices > MOST_OUTPUTS or num_processes > 1:
+        logger.warning(
+            "transport 'ragged_all_to_all' over %d GPUs in %d process(es): XLA copies the sizes of "
+            "each message to the host and waits for them there, in every layer, so that computes "
+            "start late; it does not for up to %d GPUs of one process. 'all_to_all' and "
+            "'two_level' do not wait",
+            num_devices,
+            num_processes,
+            MOST_OUTPUTS,
+        )

@@ -652,8 +652,7 @@ class Announcing(nnx.Module):
         return (sent, seen + 0 if arrived is None else seen + arrived * self.gain), sent + 1, cache
 
     def second(self, carry, received, cache, context):
-        sent, seen = carry
-        return (received, seen), received + 1, cache
+        return (received, carry[1]), received + 1, cache
 
     def merge(self, carry, received, context):
         return received, carry[1]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -17,7 +18,7 @@ from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.exchange import exchange_of
 from tbo_jax.parallel.exchange import LocalExchange
 from tbo_jax.parallel.exchange.two_level import TwoLevel
-from tbo_jax.parallel.sharding import DEVICES, TENSOR, make_mesh, num_ranks, parameter_spec
+from tbo_jax.parallel.sharding import DEVICES, NODES, TENSOR, make_mesh, num_ranks, parameter_spec
 from tests.golden_cases import DATA
 
 
@@ -102,6 +103,42 @@ def test_a_dense_model_exchanges_nothing(options: tuple[Any, Any]) -> None:
     assert isinstance(exchange_of(config, mesh, "all_to_all"), LocalExchange)
     with pytest.raises(ValueError, match="this llama model has none: expected 'all_to_all'"):
         exchange_of(config, mesh, *options)
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_devices", "num_processes", "said"),
+    [
+        ("cuda", 8, 1, False),
+        ("cuda", 16, 1, True),
+        ("cuda", 8, 2, True),
+        ("cpu", 16, 1, False),
+        ("tpu", 16, 2, False),
+    ],
+)
+def test_ragged_sizes_that_go_over_the_host_are_said(
+    caplog: pytest.LogCaptureFixture,
+    platform: str,
+    num_devices: int,
+    num_processes: int,
+    said: bool,
+) -> None:
+    devices = [
+        SimpleNamespace(platform=platform, process_index=number % num_processes)
+        for number in range(num_devices)
+    ]
+    mesh: Any = SimpleNamespace(
+        devices=np.array(devices), size=num_devices, shape={NODES: num_processes}
+    )
+    with caplog.at_level(logging.WARNING):
+        config = dataclasses.replace(config_of("qwen3_moe"), num_experts=16)
+        exchange_of(config, mesh, "all_to_all")
+        assert not caplog.records
+        exchange_of(config, mesh, "ragged_all_to_all")
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == said
+    if said:
+        start = f"over {num_devices} GPUs in {num_processes} process(es): XLA copies the sizes"
+        assert start in messages[0]
 
 
 def test_what_does_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
