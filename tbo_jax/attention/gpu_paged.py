@@ -33,9 +33,10 @@ from tbo_jax.attention.work import num_work_items
 KEY_BLOCK, KEY_BYTES = 64, 2**14  # keys of one turn of the loop, and bytes of them, at most
 LATENT_KEY_BYTES = 2**15  # the same where keys are values too
 QUERY_ROWS = 64  # queries x heads of a program, at most
-# The same of float32 heads of more than 128: 64 rows of 256 take 102,720 bytes of shared memory,
-# and compute capabilities 8.6, 8.9 and 12.0 have 101,376; 64 of 512 take 188,672, an A100 166,912.
-WIDE_ROWS = 32
+# The same of float32, and of its heads of more than 128, and its keys. It has no tensor cores, and
+# a thread keeps what it multiplies in registers. With 32 rows and 4 warps a thread of an H100 spilt
+# 9,056 bytes of heads of 256, and 20,464 of latents of 512 (ptxas 12.9); so it spills nothing.
+FLOAT_ROWS, WIDE_ROWS, FLOAT_KEYS = 32, 16, 32
 SMALLEST_ROWS = 16  # tensor cores take 16 rows at least
 PROGRAMS = 512  # that a step should have: about four for each of an H100's multiprocessors
 LATENT_PROGRAMS = 256  # the same of latent attention, one of which fills a multiprocessor
@@ -74,9 +75,20 @@ class GpuAttention(AttentionKernel):
 
     @property
     def _most_rows(self) -> int:
-        shape = self.shape
-        wide = jnp.dtype(shape.dtype) == jnp.float32 and shape.value_elements > 128
-        return WIDE_ROWS if wide else QUERY_ROWS
+        if not self._is_float:
+            return QUERY_ROWS
+        return FLOAT_ROWS if self.shape.value_elements <= 128 else WIDE_ROWS
+
+    @property
+    def _stages(self) -> int:
+        """Turns of the loop whose keys are on their way."""
+        if self._is_float:
+            return 1 if self.shape.value_elements > 128 else 2
+        return 2 if self.shape.latent else 3
+
+    @property
+    def _is_float(self) -> bool:
+        return jnp.dtype(self.shape.dtype) == jnp.float32
 
     def __call__(
         self, queries, cache, batch, work, *, query_block, scale, sliding_window=None, sinks=None
@@ -101,7 +113,7 @@ class GpuAttention(AttentionKernel):
         kernel = functools.partial(
             _kernel,
             rows=rows,
-            key_block=min(KEY_BLOCK, most // features),
+            key_block=min(FLOAT_KEYS if self._is_float else KEY_BLOCK, most // features),
             value_dim=value_dim,
             kv_heads=kv_heads,
             group=group,
@@ -121,11 +133,10 @@ class GpuAttention(AttentionKernel):
             # The heads of an item are neighbours: they read the same pages. Together with the
             # items on the first axis, as CUDA ends the others at 65,535.
             grid=(programs, splits),
-            # 64 rows of values of 512, or of float32, which has no tensor cores, do not fit the
-            # registers of 4 warps.
+            # 64 rows of values of 512 do not fit the registers of 4 warps, nor do those of float32.
             compiler_params=plgpu.CompilerParams(
-                num_warps=8 if rows > 32 and (queries.dtype == jnp.float32 or latent) else 4,
-                num_stages=2 if latent else 3,
+                num_warps=8 if self._is_float or (rows > 32 and latent) else 4,
+                num_stages=self._stages,
             ),
             interpret=self.interpret,
             name=NAME,
