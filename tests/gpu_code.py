@@ -68,13 +68,13 @@ def lower(function: Callable[..., Any], arguments: Any, capability: str) -> jax.
     placed = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=whole), arguments
     )
-    with _no_warnings():
+    with no_triton_warnings():
         return jax.jit(function).lower(*placed)
 
 
 def compiled(lowered: jax.stages.Lowered) -> tuple[str, dict[str, Kernel]]:
     """The optimised HLO of a program, and its kernels by name."""
-    with tempfile.TemporaryDirectory() as folder, _no_warnings():
+    with tempfile.TemporaryDirectory() as folder, no_triton_warnings():
         options = {
             "xla_gpu_autotune_level": "0",
             "xla_dump_to": folder,
@@ -89,7 +89,8 @@ def compiled(lowered: jax.stages.Lowered) -> tuple[str, dict[str, Kernel]]:
 
 
 @contextmanager
-def _no_warnings() -> Iterator[None]:
+def no_triton_warnings() -> Iterator[None]:
+    """Do not take it for an error that jax 0.12 calls Pallas' Triton backend deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Triton backend is deprecated", DeprecationWarning)
         yield

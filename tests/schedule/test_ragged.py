@@ -5,7 +5,6 @@ Needs the plugin of `tbo-jax[cuda12]`, and no GPU.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import jax
@@ -16,10 +15,9 @@ from tbo_jax.schedule.hlo import Module, parse
 from tbo_jax.schedule.model_step import StepShape, inspect_model, read_shape
 from tbo_jax.schedule.program import Program
 from tbo_jax.schedule.targets import find_target
+from tests.gpu_code import needs_compiler, no_triton_warnings
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs tbo-jax[cuda12]"
-)
+pytestmark = needs_compiler
 
 QWEN3, NODE = "qwen3-30b-a3b", find_target("h100x8")
 DEEPSEEK = "deepseek-v3"
@@ -54,7 +52,8 @@ def most_in_flight(module: Module, program: Program) -> int:
 def test_one_is_in_flight_and_hidden(case: tuple[Any, ...]) -> None:
     name, target, shape, scanned, before = case
     config = read_shape(name, None if scanned else 4)
-    with jax.numpy_dtype_promotion("standard"):  # the norm of Flax relies on it in bfloat16
+    # The norm of Flax relies on promotion in bfloat16.
+    with jax.numpy_dtype_promotion("standard"), no_triton_warnings():
         report = inspect_model(
             config, target, shape, micro_batches=2, scanned=scanned, transport="ragged_all_to_all"
         )

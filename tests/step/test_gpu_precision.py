@@ -18,7 +18,7 @@ from tbo_jax.step import runner as module
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket
 from tests.golden_cases import Golden
-from tests.gpu_code import compiled, needs_compiler, target
+from tests.gpu_code import compiled, needs_compiler, no_triton_warnings, target
 from tests.models.parity import CACHE
 
 pytestmark = needs_compiler
@@ -28,7 +28,7 @@ def rounded(name: str, bucket: Bucket) -> list[str]:
     """What multiplies in TF32: calls of cuBLAS, and kernels."""
     config, _ = read_config(Golden(name).folder, jnp.float32)
     runner = ModelRunner(abstract_model(config, False), CACHE, mesh=target("9.0").mesh())
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"), no_triton_warnings():
         text, kernels = compiled(runner.lower(bucket, 1))
     calls = [line for line in text.splitlines() if 'custom_call_target="__cublas' in line]
     products = re.findall(r" dot\(.*", text)  # in fusions of Triton, or alone
