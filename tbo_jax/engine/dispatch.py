@@ -138,9 +138,8 @@ class Dispatcher:
             batch = dataclasses.replace(batch, token_ids=self._feed_tokens(batch, before))
         logits, self._allocated = self.runner.step(bucket, self._buffers(), batch)
         rows = sampled_rows(bucket)
-        inputs = [_sampling_inputs(rank, seeds, rows) for rank in plan.ranks]
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *inputs)
-        inputs = over_ranks(stacked, self.runner.mesh)
+        packed = np.stack([_sampling_inputs(rank, seeds, rows).packed() for rank in plan.ranks])
+        inputs = over_ranks(packed, self.runner.mesh)
         tokens, padded, readable = self._sampler(rows)(logits, inputs)
         readable.copy_to_host_async()  # while the next step runs
         return DispatchedStep(plan, bucket, tokens, padded, readable, before is not None)

@@ -15,24 +15,23 @@ from tbo_jax.step.compiler_options import process_options
 def compile_sampler(mesh: Mesh, rows: int, vocab_size: int, width: int) -> jax.stages.Compiled:
     """Compile the sampler of `rows` rows a rank.
 
-    Logits [R, B, V], inputs -> tokens, padded tokens, the tokens for the host. The tokens are int32
-    [R, B]. Padded with zeros to `width` they are [R, W], so that `compile_feed` needs not be told
-    the number of rows. Those for the host are there whole in each of several processes. Only they
-    say `NOT_FINITE`: a step that is dispatched ahead gets token 0 in its place, and what it
-    computes from that is thrown away.
+    Logits [R, B, V], packed `SamplingInputs` [R, B, 7] -> tokens, padded tokens, the tokens for the
+    host. The tokens are int32 [R, B]. Padded with zeros to `width` they are [R, W], so that
+    `compile_feed` needs not be told the number of rows. Those for the host are there whole in each
+    of several processes. Only they say `NOT_FINITE`: a step that is dispatched ahead gets token 0
+    in its place, and what it computes from that is thrown away.
     """
     placed = NamedSharding(mesh, PartitionSpec(RANKS))
 
     def per_rank(logits, inputs):
-        sampled = sample(logits[0], jax.tree.map(lambda leaf: leaf[0], inputs))
+        sampled = sample(logits[0], SamplingInputs.unpack(inputs[0]))
         tokens = jnp.maximum(sampled, 0)
         return tokens[None], jnp.pad(tokens, (0, width - rows))[None], sampled[None]
 
-    idle = SamplingInputs.from_rows([], [], [], rows)
-    example = jax.tree.map(lambda leaf: np.stack([leaf] * num_ranks(mesh)), idle)
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed),
-        (jax.ShapeDtypeStruct((num_ranks(mesh), rows, vocab_size), np.float32), example),
+    idle, ranks = SamplingInputs.from_rows([], [], [], rows).packed(), num_ranks(mesh)
+    abstract = (
+        jax.ShapeDtypeStruct((ranks, rows, vocab_size), np.float32, sharding=placed),
+        jax.ShapeDtypeStruct((ranks, *idle.shape), idle.dtype, sharding=placed),
     )
     whole = NamedSharding(mesh, PartitionSpec()) if jax.process_count() > 1 else placed
     outputs = placed, placed, whole

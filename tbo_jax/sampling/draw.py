@@ -7,9 +7,11 @@ passes find it exactly, in a fraction of the time that XLA:CPU needs for a sort.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +68,27 @@ class SamplingInputs:
             min_p=np.array([p.min_p for p in params] + [0.0] * padding, np.float32),
             seed=np.array(words, np.uint32).reshape(num_rows, 2),
             step=np.array([*steps, *[0] * padding], np.int32),
+        )
+
+    def packed(self) -> np.ndarray:
+        """The bits of all fields as one array [B, 7] int32, for a program that takes it."""
+        fields = [np.asarray(getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return np.concatenate([f.reshape(len(f), -1).view(np.int32) for f in fields], axis=1)
+
+    @staticmethod
+    def unpack(packed: jax.Array) -> SamplingInputs:
+        """The fields of what `packed` gave."""
+
+        def of(column: int | slice, dtype: Any) -> jax.Array:
+            return lax.bitcast_convert_type(packed[:, column], dtype)
+
+        return SamplingInputs(
+            temperature=of(0, jnp.float32),
+            top_k=packed[:, 1],
+            top_p=of(2, jnp.float32),
+            min_p=of(3, jnp.float32),
+            seed=of(slice(4, 6), jnp.uint32),
+            step=packed[:, 6],
         )
 
 

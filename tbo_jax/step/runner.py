@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -31,6 +30,7 @@ from tbo_jax.step.compiler_options import Options, compiler_options
 from tbo_jax.step.forward import LogitRows, forward
 from tbo_jax.step.inputs import Inputs
 from tbo_jax.step.kernels import choose_kernels
+from tbo_jax.step.packed import pack_numbers, unpack_numbers
 from tbo_jax.step.shapes import Bucket, CacheConfig, Program
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ class ModelRunner:
         )
         self._compiled: dict[Program, jax.stages.Compiled] = {}
         self._chosen: dict[Bucket, int] = {}
+        self._shapes: dict[Bucket, ForwardBatch] = {}
         self._exchange = exchange_of(self.config, mesh, transport, dispatch_dtype)
         if self.overlap.mode == "on" and not self.communicates:
             logger.warning(
@@ -176,6 +177,14 @@ class ModelRunner:
         """Shapes of `allocate()`; nothing is allocated."""
         return jax.eval_shape(self.allocate)
 
+    def _batch_shapes(self, bucket: Bucket) -> ForwardBatch:
+        """Shapes and dtypes of a batch of this bucket."""
+        if bucket not in self._shapes:
+            self._shapes[bucket] = self.inputs.abstract_batch(
+                bucket, self.cache, self.config, num_ranks(self.mesh)
+            )
+        return self._shapes[bucket]
+
     @property
     def largest_weight(self) -> int:
         """Bytes of the largest array of the weights on one device."""
@@ -221,14 +230,13 @@ class ModelRunner:
             undefined), and the buffers.
 
         Raises:
-            ValueError: the batch has other fields.
+            ValueError: the batch has other fields, or other shapes than the bucket.
         """
         self.inputs.check(batch, self.config)
-        # A program reads numpy arrays after this returns, on CPU where they are (jax#37830). Small
-        # ones are copied in some 5 us each, and most arrays of a batch are small.
-        batch = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
-        batch = over_ranks(batch, self.mesh)
-        return self.compile(bucket, micro_batches)(self._weights, buffers, batch)
+        # A program reads numpy arrays after this returns, on CPU where they are (jax#37830); these
+        # are copies.
+        packed = over_ranks(pack_numbers(batch, self._batch_shapes(bucket)), self.mesh)
+        return self.compile(bucket, micro_batches)(self._weights, buffers, *packed)
 
     def compile(self, bucket: Bucket, micro_batches: int | None = None) -> jax.stages.Compiled:
         """The compiled step of a bucket, from the cache of this runner if it is there."""
@@ -296,19 +304,28 @@ class ModelRunner:
             self._buffer_shapes,
         )
         ranks = placed(PartitionSpec(RANKS))
-        shapes = self.inputs.abstract_batch(bucket, self.cache, self.config, num_ranks(self.mesh))
-        batch = jax.tree.map(lambda leaf: abstract(leaf, ranks), shapes)
+        shapes = self._batch_shapes(bucket)
+        packed = jax.eval_shape(lambda batch: pack_numbers(batch, shapes), shapes)
+        packed = jax.tree.map(lambda leaf: abstract(leaf, ranks), packed)
         with warnings.catch_warnings():
             # A buffer that cannot be updated in place would be copied whole in every step.
             warnings.filterwarnings("error", message="Some donated buffers were not usable")
-            return self._jitted(bucket, count).lower(weights, buffers, batch)
+            return self._jitted(bucket, count).lower(weights, buffers, *packed)
 
     def _jitted(self, bucket: Bucket, count: int) -> Any:
         ranks = PartitionSpec(RANKS)
 
-        def step(weights: list[jax.Array], buffers: AttentionBuffers, batch: ForwardBatch):
+        shapes = self._batch_shapes(bucket)
+
+        def step(
+            weights: list[jax.Array],
+            buffers: AttentionBuffers,
+            numbers: jax.Array,
+            rest: ForwardBatch,
+        ):
             model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
-            one = jax.tree.map(lambda leaf: leaf[0], batch)
+            rest = jax.tree.map(lambda leaf: leaf[0], rest)
+            one = unpack_numbers(numbers[0], rest, shapes)
             with exact_products(self.config.dtype):
                 logits, buffers = forward(
                     model,
@@ -328,7 +345,7 @@ class ModelRunner:
         sharded = jax.shard_map(
             step,
             mesh=self.mesh,
-            in_specs=(self._specs, BUFFER_SPECS, ranks),
+            in_specs=(self._specs, BUFFER_SPECS, ranks, ranks),
             out_specs=(ranks, BUFFER_SPECS),
             check_vma=False,
         )

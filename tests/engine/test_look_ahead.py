@@ -218,10 +218,9 @@ def test_the_programs_around_a_step():
     logits = np.zeros((2, 3, 10), np.float32)
     logits[0, range(3), [4, 2, 9]] = logits[1, range(3), [1, 0, 7]] = 1.0
     logits[1, 1, 8] = np.nan
-    inputs = SamplingInputs.from_rows([], [], [], 3)
-    stacked = [np.stack([leaf] * 2) for leaf in vars(inputs).values()]
+    packed = np.stack([SamplingInputs.from_rows([], [], [], 3).packed()] * 2)
     run_sampler = compile_sampler(mesh, 3, 10, 5)
-    tokens, padded, readable = run_sampler(logits, SamplingInputs(*stacked))
+    tokens, padded, readable = run_sampler(logits, packed)
     assert np.asarray(readable).tolist() == [[4, 2, 9], [1, NOT_FINITE, 7]]
     assert np.asarray(tokens).tolist() == [[4, 2, 9], [1, 0, 7]]
     assert np.asarray(padded).tolist() == [[4, 2, 9, 0, 0], [1, 0, 7, 0, 0]]

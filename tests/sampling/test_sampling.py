@@ -101,6 +101,20 @@ def test_rows_are_padded_with_greedy_ones() -> None:
         SamplingInputs.from_rows([params], [1], [0], 0)
 
 
+def test_packed_inputs_come_back_bit_for_bit() -> None:
+    rows = [
+        SamplingParams(temperature=1e-39, top_k=3, top_p=0.3, min_p=0.7),
+        SamplingParams(temperature=1e38, seed=MAX_SEED),
+    ]
+    inputs = inputs_of(rows, step=2**31 - 1)
+    packed = inputs.packed()
+    assert packed.dtype == np.int32 and packed.shape == (2, 7)
+    found = jax.jit(SamplingInputs.unpack)(packed)
+    for name, value in vars(inputs).items():
+        unpacked = np.asarray(getattr(found, name))
+        assert unpacked.dtype == value.dtype and unpacked.tobytes() == value.tobytes(), name
+
+
 # Which tokens are left to draw from
 
 VOCABULARY = 40

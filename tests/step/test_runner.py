@@ -184,9 +184,9 @@ def test_padding_reaches_no_expert():
         def __getattr__(self, name):
             return getattr(exchange, name)
 
-        def pack(self, hidden, experts, weights):
+        def pack(self, hidden, experts, weights, arrived):
             jax.debug.callback(lambda e: seen.append(np.asarray(e)), experts)
-            return exchange.pack(hidden, experts, weights)
+            return exchange.pack(hidden, experts, weights, arrived)
 
     runner._exchange = Spy()
     logits, _ = runner.step(PREFILL, runner.allocate(), batch_of(PREFILL, 1, ((5, 6, 7),)))
