@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tbo_jax.attention import paged
+from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.attention.kernel import AttentionLoad
 from tbo_jax.host.json_files import parse_json_object, read_json_object
 from tbo_jax.layers.config import DecoderConfig
@@ -24,7 +26,7 @@ from tbo_jax.moe.experts import XlaExperts
 from tbo_jax.moe.kernel import ExpertKernel, ExpertLoad
 from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.parallel.exchange.ragged import expected_destinations
-from tbo_jax.parallel.sharding import RANKS
+from tbo_jax.parallel.sharding import RANKS, TENSOR, parameter_spec
 from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.report import ScheduleReport, inspect
 from tbo_jax.schedule.targets import Target
@@ -172,7 +174,7 @@ def inspect_model(
         ragged_rows = routed * expected_destinations(
             devices, config.num_experts, config.num_experts_per_token
         )
-    return inspect(
+    report = inspect(
         lowered,
         target,
         micro_batches=micro_batches,
@@ -182,6 +184,27 @@ def inspect_model(
         | expert_work(config, devices, routed),
         ragged_rows=ragged_rows,
     )
+    return dataclasses.replace(report, layer_bytes=layer_bytes(config, mesh, shape))
+
+
+def layer_bytes(config: DecoderConfig, mesh: Mesh, shape: StepShape) -> int:
+    """Bytes of a device that one more layer, such as the last one, takes while a step runs.
+
+    Decoding that is its weights and its part of the cache; in training its weights, and two moments
+    of AdamW for each.
+    """
+    one = last_layers(config, 1)
+    state = nnx.to_flat_state(nnx.state(abstract_model(one, False)))
+    weights = sum(
+        math.prod(NamedSharding(mesh, parameter_spec(path, leaf, mesh)).shard_shape(leaf.shape))
+        * leaf.dtype.itemsize
+        for path, leaf in state
+        if path[0] == "layers"
+    )
+    if shape.phase == "train":
+        return 3 * weights
+    on_device = one.of_device(mesh.shape[TENSOR])
+    return weights + shape.cache.num_pages * kv_bytes_per_page(on_device, PAGE_SIZE)
 
 
 def _lower_decoding(

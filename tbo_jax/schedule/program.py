@@ -20,6 +20,7 @@ from typing import Literal
 from tbo_jax.schedule import cost
 from tbo_jax.schedule.hlo import Computation, Instruction, Module
 from tbo_jax.schedule.loops import trip_count
+from tbo_jax.schedule.scopes import find_scope
 from tbo_jax.schedule.targets import Rates
 
 Role = Literal["compute", "loop", "issue", "wait", "synchronous"]
@@ -153,6 +154,19 @@ class Program:
                 return turns
         self.assumed_loops[instruction.name] = 1
         return 1
+
+    def op_name(self, computation: Computation, instruction: Instruction) -> str:
+        """Where an instruction comes from; a collective without a stage, where its operands do.
+
+        XLA:GPU forgets it of a ragged all-to-all that it rewrites. The second operand is the buffer
+        that is written to, made where the exchange is called; others may come from stages before.
+        """
+        own = instruction.op_name
+        if find_scope(own) or cost.collective_kind(self.module, instruction) is None:
+            return own
+        operands = computation.operands(instruction)
+        names = [operand.op_name for operand in (*operands[1:], *operands[:1])]
+        return next((name for name in names if find_scope(name)), own)
 
     def _has_collective(self, instruction: Instruction) -> bool:
         return any(

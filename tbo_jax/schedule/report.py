@@ -71,17 +71,24 @@ class ScheduleReport:
     assumed_loops: tuple[str, ...]  # turns unknown until run time, counted as one
     timeline: Timeline
     hlo: str
+    layer_bytes: int | None = None  # of a device, that one more layer would take; None if unknown
 
     @property
     def hidden_share(self) -> float:
         """Of communication; 1 if there is none."""
         return self.hidden / self.communication if self.communication else 1.0
 
-    @property
-    def best_speedup(self) -> float:
-        """What overlap could give at most: (compute + communication) / the longer of them."""
+    def ceiling(self, other: float) -> float:
+        """Speed-up over a step of `other` seconds if all were hidden beside all.
+
+        Splitting costs compute and communication of its own, so that this may be below 1.
+        """
         longer = max(self.compute, self.communication)
-        return (self.compute + self.communication) / longer if longer else 1.0
+        return other / longer if longer else 1.0
+
+    def needed_with(self, layers: int) -> int:
+        """Bytes of a device that so many more layers would need in all."""
+        return self.needed_bytes + layers * (self.layer_bytes or 0)
 
     def hidden_by_pass(self) -> dict[str, tuple[float, float]]:
         """Of a step of training (else empty): of each part of it, seconds of communication, hidden.
@@ -325,7 +332,9 @@ def _reason(transfer: Transfer) -> str:
         return "runs in line with compute: XLA has not made it asynchronous"
     if transfer.computed < _NO_TIME * seconds:
         return "nothing computes between its start and its done"
-    between = f"{transfer.computed * 1e6:.1f} of {seconds * 1e6:.1f} us of compute beside it"
+    between = f"{transfer.computed * 1e6:.1f} us compute between its start and its done"
     if transfer.queued > 0:
-        return f"{between}, after {transfer.queued * 1e6:.1f} us in the queue for the link"
-    return f"only {between}"
+        return f"{between}, but it is {transfer.queued * 1e6:.1f} us in the queue for the link"
+    if transfer.computed < seconds:
+        return f"only {between}"
+    return f"{between}, but another transfer is waited for meanwhile"

@@ -37,7 +37,7 @@ def print_report(
     for report in reports:
         console.print(f"\n{_name(report)}: collectives of a layer")
         console.print(_collectives(report))
-        for line in _notes(report):
+        for line in _notes(report, layers_left_out):
             console.print(line)
 
 
@@ -68,10 +68,12 @@ def _summary(reports: Sequence[ScheduleReport], layers_left_out: int) -> Table:
         label = f"  of {name}" + (" over ranks" if name == "sums" else "")
         row(label, [_hidden(*p[name]) for p in passes])
     row(f"speed-up over {_name(reports[0])}", [f"{first / r.step:.3f}" for r in reports])
-    row("  best that overlap could give", [f"{r.best_speedup:.3f}" for r in reports])
+    row("  if all were hidden", [f"{r.ceiling(first):.3f}" for r in reports])
     row("memory traffic", [_mb(r.memory_bytes) for r in reports])
     row("sent a device", [_mb(r.sent_bytes) for r in reports])
-    row("memory of a device", [_needed(r) for r in reports])
+    row("memory of a device", [_needed(r, 0) for r in reports])
+    if layers_left_out:
+        row("  of all layers, extrapolated", [_needed(r, layers_left_out) for r in reports])
     row("  temporary", [_mb(r.temporary_bytes) for r in reports])
     row("updated in place (aliased)", [_mb(r.aliased_bytes) for r in reports])
     row("findings", [str(len(r.findings)) for r in reports])
@@ -108,7 +110,7 @@ def _beside(collective: CollectiveReport) -> str:
     return ", ".join(named) + (f" and {more} more" if more > 0 else "")
 
 
-def _notes(report: ScheduleReport) -> list[str]:
+def _notes(report: ScheduleReport, layers_left_out: int) -> list[str]:
     lines = []
     grouped: dict[tuple[str, str], list[int]] = {}
     for finding in report.findings:
@@ -121,9 +123,11 @@ def _notes(report: ScheduleReport) -> list[str]:
         )
     if len(grouped) > MOST_FINDINGS:
         lines.append(f"finding: and {len(grouped) - MOST_FINDINGS} more places (--json has all)")
-    if report.memory is not None and report.needed_bytes > report.memory:
+    needed = report.needed_with(layers_left_out)
+    if report.memory is not None and needed > report.memory:
+        of_all = " with all layers" if layers_left_out else ""
         lines.append(
-            f"does not fit: {report.needed_bytes / 1e9:.1f} GB of {report.memory / 1e9:.1f} GB of "
+            f"does not fit: {needed / 1e9:.1f} GB{of_all} of {report.memory / 1e9:.1f} GB of "
             "memory; take fewer tokens, a shorter context or more devices"
         )
     if report.assumed_loops:
@@ -134,9 +138,10 @@ def _notes(report: ScheduleReport) -> list[str]:
     return lines
 
 
-def _needed(report: ScheduleReport) -> str:
-    fits = report.memory is None or report.needed_bytes <= report.memory
-    return f"{report.needed_bytes / 1e9:.1f} GB" + ("" if fits else " (!)")
+def _needed(report: ScheduleReport, layers_left_out: int) -> str:
+    needed = report.needed_with(layers_left_out)
+    fits = report.memory is None or needed <= report.memory
+    return f"{needed / 1e9:.1f} GB" + ("" if fits else " (!)")
 
 
 def _hidden(seconds: float, hidden: float) -> str:

@@ -123,6 +123,7 @@ class _Flight:
     """A collective that was given to the link and has not been waited for."""
 
     instruction: Instruction
+    op_name: str
     kind: str
     bytes: float
     synchronous: bool
@@ -173,7 +174,7 @@ class _Simulation:
         self.timeline.bytes += work.bytes
         if seconds:
             instruction = computation.by_name[name]
-            self._event("compute", instruction, self.now, self.now + seconds)
+            self._event("compute", instruction, instruction.op_name, self.now, self.now + seconds)
             self.now += seconds
 
     def _issue(self, computation: Computation, name: str, synchronous: bool) -> None:
@@ -184,8 +185,9 @@ class _Simulation:
         start = max(self.now, self.link_free)
         self.link_free = start + seconds
         self.flights[computation.name, name] = _Flight(
-            instruction, kind, sent, synchronous, issued=self.now, start=start,
-            end=self.link_free, first_event=len(self.timeline.events),
+            instruction, self.program.op_name(computation, instruction), kind, sent, synchronous,
+            issued=self.now, start=start, end=self.link_free,
+            first_event=len(self.timeline.events),
         )  # fmt: skip
 
     def _wait(self, key: tuple[str, str]) -> None:
@@ -209,7 +211,12 @@ class _Simulation:
         self.timeline.transfers.append(
             Transfer(
                 event=self._event(
-                    "link", flight.instruction, flight.start, flight.end, flight.kind
+                    "link",
+                    flight.instruction,
+                    flight.op_name,
+                    flight.start,
+                    flight.end,
+                    flight.kind,
                 ),
                 bytes=flight.bytes,
                 waited=flight.waited,
@@ -221,10 +228,14 @@ class _Simulation:
         )
 
     def _event(
-        self, lane: Lane, instruction: Instruction, start: float, end: float, kind: str = ""
+        self,
+        lane: Lane,
+        instruction: Instruction,
+        op_name: str,
+        start: float,
+        end: float,
+        kind: str = "",
     ) -> Event:
-        event = Event(
-            lane, instruction.name, instruction.op_name, instruction.source, start, end, kind
-        )
+        event = Event(lane, instruction.name, op_name, instruction.source, start, end, kind)
         self.timeline.events.append(event)
         return event

@@ -66,4 +66,6 @@ def test_one_is_in_flight_and_hidden(case: tuple[Any, ...]) -> None:
     ]
     assert len(payloads) >= 4  # two stages of two micro-batches
     assert most_in_flight(module, Program(module, target.rates, {}, {})) == 1
+    named = {c.scope.rpartition("/")[2] for c in report.collectives if c.kind.startswith("ragged")}
+    assert named == {"dispatch", "combine"}
     assert report.hidden_share > before - 0.02
