@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,9 +24,14 @@ from tbo_jax.parallel.exchange import Transport
 from tbo_jax.schedule.model_step import Phase, StepShape, inspect_model, list_presets, read_shape
 from tbo_jax.schedule.report import ScheduleReport
 from tbo_jax.schedule.table import print_report
-from tbo_jax.schedule.targets import find_target, list_targets
+from tbo_jax.schedule.targets import Target, find_target, list_targets
 from tbo_jax.schedule.trace import write_trace
 
+SCHEMA = 1  # of --json, described in docs/schedule.md; one more where a name or a unit changes
+# What --json says of the step, beside its target and layers.
+SETTING = (
+    "config", "phase", "tokens", "context", "remat", "loop", "transport", "tensor_parallel", "nodes"
+)  # fmt: skip
 UNROLLED_LAYERS = 4  # compiled unless --layers says otherwise: XLA takes seconds for each
 
 
@@ -129,21 +135,32 @@ def run(args: Arguments) -> list[ScheduleReport]:
     title = (
         f"{args.config}, {layers} of {whole.num_layers} layers {args.loop}; {args.phase}"
         f"{' with remat' if args.remat else ''}, "
-        f"{args.tokens} tokens a {of_each}, context {args.context}; {target.name}"
+        f"{args.tokens} tokens a {of_each}, context {args.context}, {args.transport}; "
+        f"{target.name}, jax {jax.__version__}"
     )
     print_report(title, reports, target, whole.num_layers - layers)
-    write_files(args, title, reports)
+    write_files(args, title, target, layers, reports)
     return reports
 
 
-def write_files(args: Arguments, title: str, reports: list[ScheduleReport]) -> None:
-    """Whatever the command line asks for beside the table."""
+def write_files(
+    args: Arguments, title: str, target: Target, layers: int, reports: list[ScheduleReport]
+) -> None:
+    """Whatever the command line asks for beside the table; `layers` were compiled."""
     timelines = {
         f"{r.micro_batches} micro-batch{'es' if r.micro_batches > 1 else ''}": r.timeline
         for r in reports
     }
     if args.json is not None:
-        values = {"title": title, "reports": [r.to_json() for r in reports]}
+        values = {
+            "schema": SCHEMA,
+            "title": title,
+            "setting": {name: getattr(args, name) for name in SETTING}
+            | {"target": target.name, "layers": layers},
+            "versions": {name: metadata.version(name) for name in ("tbo_jax", "jax", "jaxlib")},
+            "rates": asdict(target.rates),
+            "reports": [r.to_json() for r in reports],
+        }
         args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if args.trace is not None:
         write_trace(args.trace, timelines)

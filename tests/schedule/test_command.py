@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from tbo_jax.attention import gpu_paged
-from tbo_jax.schedule.__main__ import Arguments, counts_of, write_files
+from tbo_jax.schedule.__main__ import SCHEMA, Arguments, counts_of, write_files
 from tbo_jax.schedule.model_step import (
     Phase,
     StepShape,
@@ -25,6 +26,8 @@ from tbo_jax.schedule.model_step import (
 )
 from tbo_jax.schedule.targets import find_target
 from tests.schedule.test_report import of_fixture
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_counts() -> None:
@@ -143,8 +146,18 @@ def test_files(tmp_path: Path) -> None:
         json=tmp_path / "r.json", trace=tmp_path / "t.json", plot=tmp_path / "p.svg",
         dump_hlo=tmp_path / "hlo",
     )  # fmt: skip
-    write_files(args, "title", reports)
-    assert json.loads((tmp_path / "r.json").read_text())["reports"][0]["micro_batches"] == 2
+    write_files(args, "title", find_target("h100x8"), 2, reports)
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert written["reports"][0]["micro_batches"] == 2
+    assert written["schema"] == SCHEMA
+    setting = written["setting"]
+    assert setting["phase"] == "decode" and setting["transport"] == "all_to_all"
+    assert setting["target"] == "h100x8" and setting["layers"] == 2
+    assert written["versions"]["jax"] == jax.__version__
+    assert written["rates"]["link_bandwidth"] == 450e9
+    described = (ROOT / "docs" / "schedule.md").read_text()
+    for name in (*written, *written["reports"][0], *written["reports"][0]["collectives"][0]):
+        assert f"`{name}`" in described, f"docs/schedule.md does not say what {name} is"
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert "modelled" in (tmp_path / "p.svg").read_text()
     assert (tmp_path / "hlo" / "decode_256_x2_unrolled.hlo").read_text() == reports[0].hlo
