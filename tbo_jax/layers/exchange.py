@@ -8,7 +8,6 @@ from jax.sharding import Mesh
 
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.parallel.exchange import (
-    TRANSPORTS,
     Exchange,
     LocalExchange,
     Transport,
@@ -60,12 +59,10 @@ def exchange_of(
         return LocalExchange()
     if transport == "two_level" and mesh.shape[NODES] == 1:
         logger.warning("transport 'two_level' on one node: all tokens go to all of its devices")
-    devices = list(mesh.devices.flat)
-    if TRANSPORTS[transport].sizes_are_data and devices[0].platform in ("gpu", "cuda"):
-        _warn_of_host_sizes(len(devices), len({device.process_index for device in devices}))
     if dispatch_dtype is not None and mesh.size == 1:
         logger.warning("dispatch_dtype %r on one device: nothing is sent", dispatch_dtype)
-    return make_exchange(
+    devices = list(mesh.devices.flat)
+    exchange = make_exchange(
         transport,
         axis=DEVICES,
         num_devices=mesh.size,
@@ -76,6 +73,9 @@ def exchange_of(
         dtype=config.dtype,
         platform=devices[0].platform,
     )
+    if exchange.sizes_are_data and devices[0].platform in ("gpu", "cuda"):
+        _warn_of_host_sizes(len(devices), len({device.process_index for device in devices}))
+    return exchange
 
 
 def _warn_of_host_sizes(num_devices: int, num_processes: int) -> None:

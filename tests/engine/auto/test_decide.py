@@ -58,13 +58,13 @@ class StandIn(ModelRunner):
             if p in self.not_compiling
         }
 
-    def _run(self, program, weights, buffers, batch):
+    def _run(self, program, weights, buffers, *packed):
         self.ran.append(program)
         if program in self.not_running:
             jax.tree.leaves(buffers)[0].delete()  # donated
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: running\nmore")
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(buffers))
-        return batch.num_tokens, buffers
+        return packed[0], buffers
 
 
 def table(times):
