@@ -18,6 +18,7 @@ from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.rotary import RotaryConfig
 from tbo_jax.moe.routing import Routing
+from tbo_jax.parallel.exchange import Transport
 from tbo_jax.parallel.sharding import make_mesh
 from tbo_jax.training.loss import NextTokenLoss
 from tbo_jax.training.train_step import init_train_state, make_train_step
@@ -64,11 +65,23 @@ def by_layer(gradient: nnx.State, num_layers: int) -> dict[Any, np.ndarray]:
 
 
 @cache
-def result(config: DecoderConfig, devices: int, count: int, scanned: bool, remat: bool) -> Any:
+def result(
+    config: DecoderConfig,
+    devices: int,
+    count: int,
+    scanned: bool,
+    remat: bool,
+    transport: Transport = "all_to_all",
+) -> Any:
     """Metrics and gradient."""
     model = CausalLM(config, rngs=nnx.Rngs(0), scanned=scanned)
     loss = NextTokenLoss(
-        model, mesh=make_mesh(devices), overlap=overlap(count), balance_weight=BALANCE, remat=remat
+        model,
+        mesh=make_mesh(devices),
+        overlap=overlap(count),
+        transport=transport,
+        balance_weight=BALANCE,
+        remat=remat,
     )
     batch = tokens(sequences_for(count))
     run = jax.jit(loss.value_and_grad).lower(nnx.state(model), batch).compile(FAST)
@@ -161,7 +174,25 @@ slow = pytest.mark.slow
 def test_loss_and_gradient_are_those_of_a_plain_model(
     config: DecoderConfig, devices: int, count: int, scanned: bool, remat: bool
 ) -> None:
-    metrics, gradient = result(config, devices, count, scanned, remat)
+    check(config, count, *result(config, devices, count, scanned, remat))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "devices", "count", "scanned", "remat"),
+    [
+        pytest.param(MIXED, 4, 2, False, True, id="mixed-4-devices-2-parts-remat"),
+        pytest.param(SPARSE, 2, 3, False, False, id="sparse-2-devices-3-parts"),
+        pytest.param(SPARSE, 2, 2, True, True, id="sparse-2-devices-2-parts-scanned-remat"),
+    ],
+)
+def test_sizes_that_wait_for_a_message_change_no_gradient(
+    config: DecoderConfig, devices: int, count: int, scanned: bool, remat: bool
+) -> None:
+    check(config, count, *result(config, devices, count, scanned, remat, "ragged_all_to_all"))
+
+
+def check(config: DecoderConfig, count: int, metrics: Any, gradient: Any) -> None:
     expected_metrics, expected = plain(config, sequences_for(count))
     assert metrics.keys() == expected_metrics.keys()
     for name, value in metrics.items():
