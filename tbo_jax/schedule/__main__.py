@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
@@ -21,13 +22,20 @@ from tbo_jax.host.command import run_command
 from tbo_jax.host.progress import progress_bar
 from tbo_jax.host.quiet import silence_libraries
 from tbo_jax.parallel.exchange import Transport
+from tbo_jax.schedule.compare import (
+    SCHEMA,
+    TOLERANCE,
+    Change,
+    check_settings,
+    compare,
+    read_report,
+)
 from tbo_jax.schedule.model_step import Phase, StepShape, inspect_model, list_presets, read_shape
 from tbo_jax.schedule.report import ScheduleReport
-from tbo_jax.schedule.table import print_report
+from tbo_jax.schedule.table import print_changes, print_report
 from tbo_jax.schedule.targets import Target, find_target, list_targets
 from tbo_jax.schedule.trace import write_trace
 
-SCHEMA = 1  # of --json, described in docs/schedule.md; one more where a name or a unit changes
 # What --json says of the step, beside its target and layers.
 SETTING = (
     "config", "phase", "tokens", "context", "remat", "loop", "transport", "tensor_parallel", "nodes"
@@ -47,8 +55,8 @@ class Arguments:
     """One token of each sequence, whole prompts, or a step of training."""
     tokens: int = 256
     """Tokens of each rank: a device, or as many as --tensor-parallel says."""
-    context: int = 4096
-    """Tokens of each sequence."""
+    context: int = 2048
+    """Tokens of each sequence. With 4096, 256 sequences of the default model do not fit an H100."""
     remat: bool = False
     """Training: compute the layers anew in the backward pass instead of keeping what is in them."""
     micro_batches: str = "1,2"
@@ -73,6 +81,10 @@ class Arguments:
     """Write a Chrome trace here, for ui.perfetto.dev."""
     plot: Path | None = None
     """Draw the two lanes here, .png or .svg; needs the extra "plot"."""
+    against: Path | None = None
+    """A report that --json wrote: print what changed, and exit with 1 if something got worse."""
+    tolerance: float = TOLERANCE
+    """With --against: the share by which a quantity may get worse."""
     dump_hlo: Path | None = None
     """Write the compiled programs into this folder."""
     quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
@@ -92,8 +104,8 @@ def counts_of(text: str) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-def run(args: Arguments) -> list[ScheduleReport]:
-    """Compile and report; returns one report per number of micro-batches."""
+def run(args: Arguments) -> list[Change]:
+    """Compile and report; returns what changed, with `against`."""
     counts = counts_of(args.micro_batches)
     if args.plot is not None:
         from tbo_jax.schedule.plot import check_path
@@ -102,6 +114,7 @@ def run(args: Arguments) -> list[ScheduleReport]:
     for option, path in {"json": args.json, "trace": args.trace}.items():
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"--{option} {path}: {path.parent} is no folder")
+    before = None if args.against is None else read_report(args.against)
     target = find_target(
         args.target,
         nodes=args.nodes,
@@ -113,6 +126,9 @@ def run(args: Arguments) -> list[ScheduleReport]:
     layers = args.layers
     if layers is None:
         layers = whole.num_layers if scanned else min(UNROLLED_LAYERS, whole.num_layers)
+    setting = setting_of(args, target, layers)
+    if before is not None:
+        check_settings(before.get("setting"), setting)
     config = read_shape(args.config, layers)
     shape = StepShape(args.phase, args.tokens, args.context, args.remat)
     reports = []
@@ -139,28 +155,43 @@ def run(args: Arguments) -> list[ScheduleReport]:
         f"{target.name}, jax {jax.__version__}"
     )
     print_report(title, reports, target, whole.num_layers - layers)
-    write_files(args, title, target, layers, reports)
-    return reports
+    values = as_json(title, setting, target, reports)
+    changes = [] if before is None else compare(before, values, args.tolerance)
+    if changes:
+        print_changes(changes, before or {}, values)
+    write_files(args, title, values, reports)
+    return changes
+
+
+def setting_of(args: Arguments, target: Target, layers: int) -> dict[str, Any]:
+    """Which step a report is of; `layers` are compiled."""
+    asked = {name: getattr(args, name) for name in SETTING}
+    return asked | {"target": target.name, "layers": layers}
+
+
+def as_json(
+    title: str, setting: Mapping[str, Any], target: Target, reports: list[ScheduleReport]
+) -> dict[str, Any]:
+    """What `--json` writes."""
+    return {
+        "schema": SCHEMA,
+        "title": title,
+        "setting": dict(setting),
+        "versions": {name: metadata.version(name) for name in ("tbo_jax", "jax", "jaxlib")},
+        "rates": asdict(target.rates),
+        "reports": [r.to_json() for r in reports],
+    }
 
 
 def write_files(
-    args: Arguments, title: str, target: Target, layers: int, reports: list[ScheduleReport]
+    args: Arguments, title: str, values: Mapping[str, Any], reports: list[ScheduleReport]
 ) -> None:
-    """Whatever the command line asks for beside the table; `layers` were compiled."""
+    """Whatever the command line asks for beside the table; `values` are for `--json`."""
     timelines = {
         f"{r.micro_batches} micro-batch{'es' if r.micro_batches > 1 else ''}": r.timeline
         for r in reports
     }
     if args.json is not None:
-        values = {
-            "schema": SCHEMA,
-            "title": title,
-            "setting": {name: getattr(args, name) for name in SETTING}
-            | {"target": target.name, "layers": layers},
-            "versions": {name: metadata.version(name) for name in ("tbo_jax", "jax", "jaxlib")},
-            "rates": asdict(target.rates),
-            "reports": [r.to_json() for r in reports],
-        }
         args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if args.trace is not None:
         write_trace(args.trace, timelines)
@@ -197,9 +228,8 @@ def main(words: list[str], name: str) -> int:
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         if args.list_targets:
             print_names()
-        else:
-            run(args)
-        return 0
+            return 0
+        return int(any(change.worse for change in run(args)))
 
     return run_command(name, command)
 

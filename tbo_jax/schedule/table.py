@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from tbo_jax.schedule.compare import Change
 from tbo_jax.schedule.report import CollectiveReport, ScheduleReport, layer_body, layer_seconds
 from tbo_jax.schedule.targets import Target
 
@@ -39,6 +41,31 @@ def print_report(
         console.print(_collectives(report))
         for line in _notes(report, layers_left_out):
             console.print(line)
+
+
+def print_changes(
+    changes: Sequence[Change], before: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    """Print two reports beside each other, and what got worse."""
+    console = Console(highlight=False)
+    versions = [
+        ", ".join(f"{name} {version}" for name, version in report.get("versions", {}).items())
+        for report in (before, now)
+    ]
+    console.print(f"\nAgainst a report of {versions[0]} (now {versions[1]})")
+    table = Table("micro-batches", "", "before", "now", "", box=None, pad_edge=False)
+    for column in table.columns[2:4]:
+        column.justify = "right"
+    for change in changes:
+        shown = _SHOWN.get(change.quantity, "{:.0f}".format)
+        table.add_row(
+            str(change.micro_batches),
+            change.quantity.replace("_", " "),
+            shown(change.before),
+            shown(change.now),
+            "worse" if change.worse else "",
+        )
+    console.print(table)
 
 
 def _name(report: ScheduleReport) -> str:
@@ -158,3 +185,13 @@ def _us(seconds: float) -> str:
 
 def _mb(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
+
+
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "step": _ms,
+    "exposed": _ms,
+    "hidden_share": "{:.1%}".format,
+    "sent_bytes": _mb,
+    "memory_bytes": _mb,
+    "needed_bytes": _mb,
+}

@@ -12,7 +12,8 @@ import jax
 import pytest
 
 from tbo_jax.attention import gpu_paged
-from tbo_jax.schedule.__main__ import SCHEMA, Arguments, counts_of, write_files
+from tbo_jax.schedule.__main__ import Arguments, as_json, counts_of, setting_of, write_files
+from tbo_jax.schedule.compare import SCHEMA
 from tbo_jax.schedule.model_step import (
     Phase,
     StepShape,
@@ -146,7 +147,9 @@ def test_files(tmp_path: Path) -> None:
         json=tmp_path / "r.json", trace=tmp_path / "t.json", plot=tmp_path / "p.svg",
         dump_hlo=tmp_path / "hlo",
     )  # fmt: skip
-    write_files(args, "title", find_target("h100x8"), 2, reports)
+    target = find_target("h100x8")
+    values = as_json("title", setting_of(args, target, 2), target, reports)
+    write_files(args, "title", values, reports)
     written = json.loads((tmp_path / "r.json").read_text())
     assert written["reports"][0]["micro_batches"] == 2
     assert written["schema"] == SCHEMA
