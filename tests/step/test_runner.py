@@ -21,11 +21,11 @@ CACHE = CacheConfig(num_pages=77, page_size=4, pages_per_sequence=6, max_tokens=
 DECODE, PREFILL = Bucket(4, 4, decode=True), Bucket(16, 4)
 
 
-def make_runner(*, devices, micro_batches=1, scanned=False):
-    mesh = make_mesh(devices)
+def make_runner(*, devices, micro_batches=1, scanned=False, transport="all_to_all", tensor=1):
+    mesh = make_mesh(devices, tensor=tensor)
     model = load_model(Golden("qwen3_moe").folder, mesh=mesh, dtype=np.float32, scanned=scanned)
     overlap = OverlapConfig("on" if micro_batches > 1 else "off")
-    return ModelRunner(model, CACHE, mesh=mesh, overlap=overlap)
+    return ModelRunner(model, CACHE, mesh=mesh, overlap=overlap, transport=transport)
 
 
 def batch_of(bucket, devices, tokens=((5, 6, 7), (8,))):
@@ -112,6 +112,22 @@ def test_barriers_only_with_overlap(micro_batches):
     text = make_runner(devices=4, micro_batches=micro_batches).lower(PREFILL).as_text()
     assert text.count("all_to_all") >= 2 * 2 * micro_batches  # two a layer and micro-batch
     assert ("optimization_barrier" in text) == (micro_batches > 1)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_sizes_of_ragged_messages_wait_for_the_message_before(tensor):
+    """All but the first: before it nothing was sent, or with tensor parallelism a sum was."""
+
+    def barriers(transport, micro_batches):
+        runner = make_runner(
+            devices=4, micro_batches=micro_batches, transport=transport, tensor=tensor
+        )
+        return runner.lower(PREFILL).as_text().count("optimization_barrier")
+
+    more = barriers("ragged_all_to_all", 2) - barriers("all_to_all", 2)
+    layers = make_runner(devices=4).config.num_layers
+    assert more == 2 * layers - (tensor == 1)
+    assert barriers("ragged_all_to_all", 1) == 0
 
 
 def test_steps_of_all_kinds_alternate_without_compiling(compilations):

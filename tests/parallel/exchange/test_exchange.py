@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
 from tbo_jax.moe.expert_weights import ExpertWeights
@@ -151,6 +152,36 @@ def test_gradients_equal_the_dense_ones(transport: Transport, dense_gradients: A
     for one, other in zip(found, dense_gradients, strict=True):
         assert np.abs(other).max() > 0.1
         np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-5)
+
+
+# The order of what is sent
+
+
+def test_sizes_wait_for_what_arrived_and_the_payload_does_not() -> None:
+    exchange = make_exchange(
+        "ragged_all_to_all", axis=RANKS, num_devices=2, num_experts=EXPERTS, top_k=TOP_K
+    )
+
+    def local(hidden, ids, weights, arrived):
+        (payload, _, told), _ = exchange.pack(hidden, ids, weights, arrived)
+        return payload, told
+
+    run = jax.shard_map(
+        local, mesh=make_mesh(2), in_specs=SHARDED, out_specs=SHARDED, check_vma=False
+    )
+    hidden, ids = jnp.ones((2 * TOKENS, DEPTH)), jnp.zeros((2 * TOKENS, TOP_K), jnp.int32)
+    arguments = hidden, ids, jnp.ones((2 * TOKENS, TOP_K)), {"received": jnp.ones((4, 3))}
+    (mapped,) = jax.make_jaxpr(run)(*arguments).eqns
+    inner = mapped.params["jaxpr"]
+    waiting = set(inner.invars[3:])
+    for equation in inner.eqns:
+        if not waiting.isdisjoint(v for v in equation.invars if isinstance(v, Var)):
+            waiting.update(equation.outvars)
+    payload, told = inner.outvars
+    assert told in waiting
+    assert payload not in waiting
+    expected = jax.jit(run)(*arguments[:3], None)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(run)(*arguments), expected)
 
 
 # The packed message
