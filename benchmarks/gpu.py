@@ -411,7 +411,7 @@ def time_step(
     batch = full_batch(bucket, pages, runner.config.vocab_size, 1)
     spare = runner.cache.pages_per_sequence - pages.pages_per_sequence
     table = np.pad(batch.page_table, ((0, 0), (0, 0), (0, spare)))
-    batch = jax.device_put(dataclasses.replace(batch, page_table=table), bench.device)
+    batch = dataclasses.replace(batch, page_table=table)
     buffers = runner.allocate()
 
     def run() -> jax.Array:

@@ -7,6 +7,7 @@ has nine small ones.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ def pack_numbers(batch: ForwardBatch, shapes: ForwardBatch) -> tuple[Any, Forwar
     """Take the whole numbers out of a batch of R ranks.
 
     Args:
-        batch: leaves [R, ...]. Arrays of numpy are copied, those of JAX stay on their devices.
+        batch: leaves [R, ...]. Arrays of numpy are copied. Those of JAX stay on their devices,
+            where a program joins them; it is compiled for each bucket.
         shapes: what they should be.
 
     Returns:
@@ -43,12 +45,13 @@ def pack_numbers(batch: ForwardBatch, shapes: ForwardBatch) -> tuple[Any, Forwar
                 f"{value.dtype} {list(value.shape)}"
             )
         if _is_taken(field.name, shape):
-            taken.append(value.reshape(value.shape[0], -1))
+            taken.append(value)
             rest[field.name] = None
         elif isinstance(value, np.ndarray):
             rest[field.name] = value.copy()
-    of = np if all(isinstance(value, np.ndarray) for value in taken) else jnp
-    return of.concatenate(taken, axis=1), dataclasses.replace(batch, **rest)
+    on_host = all(isinstance(value, np.ndarray) for value in taken)
+    numbers = _joined(np, taken) if on_host else _joined_on_device(taken)
+    return numbers, dataclasses.replace(batch, **rest)
 
 
 def unpack_numbers(numbers: jax.Array, rest: ForwardBatch, shapes: ForwardBatch) -> ForwardBatch:
@@ -65,6 +68,13 @@ def unpack_numbers(numbers: jax.Array, rest: ForwardBatch, shapes: ForwardBatch)
             fields[field.name] = numbers[start:stop].reshape(axes)
             start = stop
     return dataclasses.replace(rest, **fields)
+
+
+def _joined(of: Any, values: list[Any]) -> Any:
+    return of.concatenate([value.reshape(value.shape[0], -1) for value in values], axis=1)
+
+
+_joined_on_device = jax.jit(functools.partial(_joined, jnp))
 
 
 def _is_taken(name: str, shape: Any) -> bool:

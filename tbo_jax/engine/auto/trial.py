@@ -10,11 +10,10 @@ from functools import partial
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from tbo_jax.attention.buffers import AttentionBuffers
 from tbo_jax.overlap.batch import ForwardBatch, stack_batches
-from tbo_jax.parallel.sharding import RANKS, num_ranks
+from tbo_jax.parallel.sharding import num_ranks
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket, CacheConfig
 
@@ -61,9 +60,8 @@ def time_programs(
         jax.errors.JaxRuntimeError: the whole program fails at once: nothing could run. Or there are
             several processes, and any program fails.
     """
-    shared = NamedSharding(runner.mesh, PartitionSpec(RANKS))
     vocabulary, ranks = runner.config.vocab_size, num_ranks(runner.mesh)
-    batch = jax.device_put(full_batch(bucket, runner.cache, vocabulary, ranks), shared)
+    batch = full_batch(bucket, runner.cache, vocabulary, ranks)  # on the host, as the engine's are
 
     def run(count: int) -> None:
         nonlocal buffers
