@@ -156,9 +156,10 @@ def run(args: Arguments) -> list[Change]:
     )
     print_report(title, reports, target, whole.num_layers - layers)
     values = as_json(title, setting, target, reports)
-    changes = [] if before is None else compare(before, values, args.tolerance)
-    if changes:
-        print_changes(changes, before or {}, values)
+    changes: list[Change] = []
+    if before is not None:
+        changes = compare(before, values, args.tolerance)
+        print_changes(changes, before, values)
     write_files(args, title, values, reports)
     return changes
 

@@ -90,6 +90,10 @@ class ScheduleReport:
         """Bytes of a device that so many more layers would need in all."""
         return self.needed_bytes + layers * (self.layer_bytes or 0)
 
+    def fits(self, layers: int = 0) -> bool:
+        """Whether a device has the memory for so many more layers, as far as that is known."""
+        return self.memory is None or self.needed_with(layers) <= self.memory
+
     def hidden_by_pass(self) -> dict[str, tuple[float, float]]:
         """Of a step of training (else empty): of each part of it, seconds of communication, hidden.
 

@@ -150,12 +150,12 @@ def _notes(report: ScheduleReport, layers_left_out: int) -> list[str]:
         )
     if len(grouped) > MOST_FINDINGS:
         lines.append(f"finding: and {len(grouped) - MOST_FINDINGS} more places (--json has all)")
-    needed = report.needed_with(layers_left_out)
-    if report.memory is not None and needed > report.memory:
+    if report.memory is not None and not report.fits(layers_left_out):
+        needed = f"{report.needed_with(layers_left_out) / 1e9:.1f} GB"
         of_all = " with all layers" if layers_left_out else ""
         lines.append(
-            f"does not fit: {needed / 1e9:.1f} GB{of_all} of {report.memory / 1e9:.1f} GB of "
-            "memory; take fewer tokens, a shorter context or more devices"
+            f"does not fit: {needed}{of_all} of {report.memory / 1e9:.1f} GB of memory; take fewer "
+            "tokens, a shorter context or more devices"
         )
     if report.assumed_loops:
         lines.append(
@@ -166,9 +166,8 @@ def _notes(report: ScheduleReport, layers_left_out: int) -> list[str]:
 
 
 def _needed(report: ScheduleReport, layers_left_out: int) -> str:
-    needed = report.needed_with(layers_left_out)
-    fits = report.memory is None or needed <= report.memory
-    return f"{needed / 1e9:.1f} GB" + ("" if fits else " (!)")
+    needed = f"{report.needed_with(layers_left_out) / 1e9:.1f} GB"
+    return needed if report.fits(layers_left_out) else f"{needed} (!)"
 
 
 def _hidden(seconds: float, hidden: float) -> str:

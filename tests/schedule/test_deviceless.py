@@ -1,18 +1,18 @@
 """The command of the README, for machines that are not there: the same figures on every JAX.
 
-Needs the compilers of `tbo-jax[cuda12,tpu]`, and no device. Run with jax 0.10.2 and 0.12.0.
+Needs the plugin of `tbo-jax[cuda12]`, and no GPU. Run with jax 0.10.2 and 0.12.0.
 """
 
 from __future__ import annotations
-
-import importlib.util
 
 import jax
 import pytest
 
 from tbo_jax.schedule.model_step import StepShape, inspect_model, read_shape
 from tbo_jax.schedule.targets import find_target
-from tests.gpu_code import no_triton_warnings
+from tests.gpu_code import needs_compiler, no_triton_warnings
+
+pytestmark = needs_compiler
 
 SHAPE = StepShape("decode", 256, 2048)
 # Of four layers of Qwen3-30B-A3B, with one micro-batch and with two: milliseconds of the step and
@@ -25,9 +25,6 @@ EXPECTED = {
 @pytest.mark.parametrize("target", EXPECTED)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_figures(target: str, micro_batches: int) -> None:
-    compiler = "jax_cuda12_plugin" if target.startswith("h") else "libtpu"
-    if importlib.util.find_spec(compiler) is None:
-        pytest.skip(f"needs {compiler}")
     config = read_shape("qwen3-30b-a3b", 4)
     # The norm of Flax relies on promotion in bfloat16.
     with jax.numpy_dtype_promotion("standard"), no_triton_warnings():
