@@ -33,12 +33,13 @@ from tbo_jax.schedule.compare import (
 from tbo_jax.schedule.model_step import Phase, StepShape, inspect_model, list_presets, read_shape
 from tbo_jax.schedule.report import ScheduleReport
 from tbo_jax.schedule.table import print_changes, print_report
-from tbo_jax.schedule.targets import Target, find_target, list_targets
+from tbo_jax.schedule.targets import RateKind, Target, find_target, list_targets
 from tbo_jax.schedule.trace import write_trace
 
 # What --json says of the step, beside its target and layers.
 SETTING = (
-    "config", "phase", "tokens", "context", "remat", "loop", "transport", "tensor_parallel", "nodes"
+    "config", "phase", "tokens", "context", "remat", "loop", "transport", "tensor_parallel",
+    "nodes", "rates",
 )  # fmt: skip
 UNROLLED_LAYERS = 4  # compiled unless --layers says otherwise: XLA takes seconds for each
 
@@ -70,11 +71,17 @@ class Arguments:
     tensor_parallel: int = 1
     """Devices that share the attention and the feed-forward of a rank."""
     link_gbps: float | None = None
-    """Gigabytes per second that a device sends within its node; default the target's."""
+    """Gigabytes per second that a GPU sends within its node, or a link of a TPU in one direction;
+    default the target's."""
     nodes: int = 1
     """Nodes of GPUs, each as --target says."""
     node_link_gbps: float | None = None
-    """Gigabytes per second that a device sends to other nodes; default the target's."""
+    """Gigabytes per second that a GPU sends to other nodes; default the target's."""
+    rates: RateKind = "achieved"
+    """Prices: what others measured of real kernels and collectives, or what the data sheet says."""
+    collective_cores: int | None = None
+    """Multiprocessors of a GPU that a collective takes from what runs beside it; default the
+    target's."""
     json: Path | None = None
     """Write the report here."""
     trace: Path | None = None
@@ -120,6 +127,8 @@ def run(args: Arguments) -> list[Change]:
         nodes=args.nodes,
         link_gbps=args.link_gbps,
         node_link_gbps=args.node_link_gbps,
+        rates=args.rates,
+        collective_cores=args.collective_cores,
     )
     scanned = args.loop == "scanned"
     whole = read_shape(args.config)

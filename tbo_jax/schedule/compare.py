@@ -10,7 +10,7 @@ from typing import Any
 
 from tbo_jax.host.json_files import read_json_object
 
-SCHEMA = 1  # of `--json`, described in docs/schedule.md; one more where a name or a unit changes
+SCHEMA = 2  # of `--json`, described in docs/schedule.md; one more where a name or a unit changes
 TOLERANCE = 0.02
 
 

@@ -44,6 +44,8 @@ _WRAPPERS = frozenset(
     ["async-start", "async-update", "async-done", "call-start", "fusion", "custom-call"]
 )
 _PRODUCTS = frozenset(["dot", "scaled-dot", "ragged-dot"])
+# Their operations are neither products nor few.
+_UNCOUNTED = frozenset(["fft", "cholesky", "triangular-solve"])
 
 
 @dataclass(frozen=True)
@@ -53,19 +55,48 @@ class Work:
     flops: float = 0.0
     bytes: float = 0.0
     kernels: float = 0.0
+    # Of `flops`, those of products of other types than bfloat16: ("f8", 1e9), ...
+    of_types: tuple[tuple[str, float], ...] = ()
 
     def __add__(self, other: Work) -> Work:
+        types: dict[str, float] = {}
+        for dtype, flops in (*self.of_types, *other.of_types):
+            types[dtype] = types.get(dtype, 0.0) + flops
         return Work(
-            self.flops + other.flops, self.bytes + other.bytes, self.kernels + other.kernels
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.kernels + other.kernels,
+            tuple(types.items()),
         )
 
     def __mul__(self, times: float) -> Work:
-        return Work(self.flops * times, self.bytes * times, self.kernels * times)
+        types = tuple((dtype, flops * times) for dtype, flops in self.of_types)
+        return Work(self.flops * times, self.bytes * times, self.kernels * times, types)
+
+    def product_seconds(self, rates: Rates) -> float:
+        """Time of the products alone; those of a type whose rate is not known count as bfloat16."""
+        others = math.fsum(flops for _, flops in self.of_types)
+        seconds = (self.flops - others) / rates.matmul_flops
+        for dtype, flops in self.of_types:
+            seconds += flops / (rates.product_flops(dtype) or rates.matmul_flops)
+        return seconds
+
+    def memory_seconds(self, rates: Rates) -> float:
+        """Time of the bytes alone."""
+        return self.bytes / rates.memory_bandwidth
 
     def seconds(self, rates: Rates) -> float:
         """Modelled time of one kernel with this work."""
-        roofline = max(self.flops / rates.matmul_flops, self.bytes / rates.memory_bandwidth)
+        roofline = max(self.product_seconds(rates), self.memory_seconds(rates))
         return roofline + self.kernels * rates.launch_seconds
+
+    def slowed(self, rates: Rates, link_rate: float) -> float:
+        """How many times as long it takes beside a collective that sends at this rate."""
+        products, memory = self.product_seconds(rates), self.memory_seconds(rates)
+        if not max(products, memory):
+            return 1.0
+        matrix_share, memory_share = rates.beside(link_rate)
+        return max(products / matrix_share, memory / memory_share) / max(products, memory)
 
 
 def collective_kind(module: Module, instruction: Instruction) -> str | None:
@@ -226,11 +257,11 @@ def work(module: Module, computation: Computation, instruction: Instruction) -> 
         return _move(module, computation, instruction)
     if opcode == "fusion":
         called = module.called(instruction)[0]
-        return Work(_fused_flops(module, called), fusion_bytes(module, called), 1)
+        return _fused_products(module, called) + Work(0.0, fusion_bytes(module, called), 1)
     if opcode != "copy" and _is_scalar(computation, instruction):
         return Work()  # for TPU's scalar unit; on GPU there is a fusion around it, or a copy
-    flops = matmul_flops(computation, instruction)
-    return Work(flops, instruction_bytes(computation, instruction), 1)
+    moved = Work(0.0, instruction_bytes(computation, instruction), 1)
+    return product(computation, instruction) + moved
 
 
 def _is_scalar(computation: Computation, instruction: Instruction) -> bool:
@@ -269,7 +300,7 @@ def _custom_call(computation: Computation, instruction: Instruction) -> Work:
     else:
         traffic = float(sum(array.bytes for array in _results(instruction)))
         traffic += sum(operand.bytes for operand in operands)
-    return Work(_custom_flops(instruction, operands), traffic, 1)
+    return _custom_product(instruction, operands) + Work(0.0, traffic, 1)
 
 
 def _results(instruction: Instruction) -> tuple[Array, ...]:
@@ -279,16 +310,64 @@ def _results(instruction: Instruction) -> tuple[Array, ...]:
     return arrays[:-1] if scratch and instruction.target.startswith("__cu") else arrays
 
 
-def _custom_flops(instruction: Instruction, operands: list[Instruction]) -> float:
+def _custom_product(instruction: Instruction, operands: list[Instruction]) -> Work:
     """A matrix product of a library, or what the kernel's own cost estimate says."""
     if given := re.search(r'"flops":"?(\d+)', instruction.text):
-        return float(given[1])
+        return Work(float(given[1]))
     contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.text)
     if contracted and operands and operands[0].arrays:
         dims = operands[0].arrays[0].dims
         axes = [int(d) for d in re.findall(r"\d+", contracted[1])]
-        return 2.0 * instruction.arrays[0].elements * math.prod(dims[a] for a in axes)
-    return 0.0
+        flops = 2.0 * instruction.arrays[0].elements * math.prod(dims[a] for a in axes)
+        return _of_type(flops, product_type(instruction, operands))
+    return Work()
+
+
+def unpriced(instruction: Instruction) -> str | None:
+    """Why operations of an instruction are not counted; None if they are, or there are none.
+
+    Its bytes are: a custom call is never free.
+    """
+    if instruction.opcode in _UNCOUNTED:
+        return f"{instruction.opcode}: its bytes are counted, its operations are not"
+    custom = instruction.opcode.removesuffix("-start") == "custom-call"
+    if not custom or instruction.target in _FREE_TARGETS:
+        return None
+    if re.search(r'"flops":|"lhs_contracting_dimensions":', instruction.text):
+        return None
+    return f"custom call {instruction.target}: its bytes are counted, its operations are not"
+
+
+def product(computation: Computation, instruction: Instruction) -> Work:
+    """The operations of a matrix product, by the type that they are done in; none of others."""
+    flops = matmul_flops(computation, instruction)
+    if not flops:
+        return Work()
+    return _of_type(flops, product_type(instruction, computation.operands(instruction)))
+
+
+def _of_type(flops: float, dtype: str) -> Work:
+    return Work(flops, of_types=() if dtype == "bf16" else ((dtype, flops),))
+
+
+def product_type(instruction: Instruction, operands: list[Instruction]) -> str:
+    """The type in which the operations of a product are done, as `Rates.product_flops` takes it.
+
+    bfloat16 stands for float16 too. A float32 product is one of fewer bits unless the highest
+    precision is asked for (TF32 on GPU, one pass of bfloat16 on TPU).
+    """
+    types = {array.dtype for operand in operands[:2] for array in operand.arrays[:1]}
+    if types & {"f64", "c64", "c128"}:
+        return max(types)
+    if "f32" in types:
+        precise = re.search(r'operand_precision[=:"{\[]+"?highest', instruction.text, re.I)
+        return "f32_highest" if precise else "f32"
+    if types & {"bf16", "f16"}:
+        return "bf16"
+    for short in ("f8", "f4", "s8", "s4"):
+        if types and all(dtype.startswith(short) for dtype in types):
+            return short
+    return min(types, default="bf16")
 
 
 def matmul_flops(computation: Computation, instruction: Instruction) -> float:
@@ -318,7 +397,10 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> fl
     return 2.0 * instruction.arrays[0].elements * contracted
 
 
-def _fused_flops(module: Module, fused: Computation) -> float:
-    inner = [called for i in fused.instructions for called in module.called(i)]
-    own = sum(matmul_flops(fused, instruction) for instruction in fused.instructions)
-    return own + sum(_fused_flops(module, called) for called in inner)
+def _fused_products(module: Module, fused: Computation) -> Work:
+    total = Work()
+    for instruction in fused.instructions:
+        total += product(fused, instruction)
+        for called in module.called(instruction):
+            total += _fused_products(module, called)
+    return total

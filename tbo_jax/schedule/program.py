@@ -13,17 +13,38 @@ What starts a collective, hands it on and waits for it looks different on each p
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from tbo_jax.schedule import cost
 from tbo_jax.schedule.hlo import Computation, Instruction, Module
+from tbo_jax.schedule.links import Groups
 from tbo_jax.schedule.loops import trip_count
 from tbo_jax.schedule.scopes import find_scope
 from tbo_jax.schedule.targets import Rates
 
 Role = Literal["compute", "loop", "issue", "wait", "synchronous"]
+Start = tuple[str, str]  # of a collective: the computation and the instruction
+Running = tuple[tuple[int, Start], ...]  # elements of a tuple that stand for running collectives
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to do for an instruction."""
+
+    role: Role
+    computation: str
+    name: str  # of the instruction; of a wait, of that which started the collective
+    carried: Running = ()  # of a loop: the running collectives that it is given
+
+    @property
+    def start(self) -> Start:
+        """Of the collective that it is about."""
+        return self.computation, self.name
+
+
 _LOOPS = frozenset(["while", "call", "conditional"])
 # They hand a running collective on.
 _CARRIERS = frozenset(["async-update", "get-tuple-element", "tuple", "bitcast", "opt-barrier"])
@@ -39,7 +60,22 @@ class Program:
         trip_counts: Mapping[str, float],
         kernels: Mapping[str, cost.Work],
         ragged_rows: float | None = None,
+        device_ids: Sequence[int] | None = None,
     ):
+        """Take a module and its prices.
+
+        Args:
+            module: scheduled HLO.
+            rates: of a device.
+            trip_counts: turns of loops that depend on data, by a part of their name scope.
+            kernels: work of custom calls by the name of the kernel.
+            ragged_rows: rows that a device sends to others in a ragged exchange; default all.
+            device_ids: the devices, in the order in which the program numbers them; default that of
+                the machine.
+
+        Raises:
+            ValueError: negative turns.
+        """
         for part, turns in trip_counts.items():
             if turns < 0:
                 raise ValueError(f"turns of loop {part!r} must not be negative, got {turns}")
@@ -48,40 +84,82 @@ class Program:
         self.trip_counts = trip_counts
         self.kernels = kernels
         self.ragged_rows = ragged_rows
+        self.device_ids = device_ids
         self.assumed_loops: dict[str, float] = {}
+        self.not_priced: dict[str, str] = {}  # instruction: what of it is not
         self.steps = lru_cache(maxsize=None)(self._steps)
         self.price = lru_cache(maxsize=None)(self._price)
 
-    def _steps(self, computation_name: str) -> list[tuple[Role, str]]:
-        """What to do for each instruction of a computation: for itself, or for a collective."""
+    def _steps(self, computation_name: str, carried: Running = ()) -> tuple[list[Step], Running]:
+        """What to do for each instruction of a computation: for itself, or for a collective.
+
+        XLA:TPU starts a collective before a loop, moves it on in the loop's turns, and waits for it
+        after, or in the next turn. So a tuple says which of its elements are running.
+
+        Args:
+            computation_name: of the body of a loop, or another one.
+            carried: the elements of its parameter that stand for a running collective.
+
+        Returns:
+            The steps, and the elements of its result that stand for a running collective.
+
+        Raises:
+            ValueError: a collective is waited for, and nothing started it.
+        """
         computation = self.module.computations[computation_name]
-        steps: list[tuple[Role, str]] = []
-        starts: dict[str, str] = {}  # values that stand for a running collective, and its start
+        steps: list[Step] = []
+        starts: dict[str, Start] = {}  # values that stand for a running collective, and its start
+        tuples: dict[str, dict[int, Start]] = {}  # those with such elements
         for instruction in computation.instructions:
             name, opcode = instruction.name, instruction.opcode
             kind = cost.collective_kind(self.module, instruction)
             start = next((starts[o] for o in instruction.operands if o in starts), None)
             if kind is not None and cost.starts_collective(self.module, instruction):
-                starts[name] = name
+                starts[name] = (computation_name, name)
                 if instruction.operands:  # else they come with the async-update (SparseCore)
-                    steps.append(("issue", name))
+                    steps.append(Step("issue", computation_name, name))
             elif start is not None and cost.ends_collective(self.module, instruction):
-                steps.append(("wait", start))
+                steps.append(Step("wait", *start))
+            elif opcode == "parameter" and carried:
+                tuples[name] = dict(carried)
+            elif opcode == "tuple":
+                tuples[name] = {
+                    index: starts[o] for index, o in enumerate(instruction.operands) if o in starts
+                }
+            elif opcode == "get-tuple-element" and instruction.operands[0] in tuples:
+                index = int(instruction.attribute("index") or 0)
+                if index in tuples[instruction.operands[0]]:
+                    starts[name] = tuples[instruction.operands[0]][index]
             elif start is not None and self._carries(computation, instruction, kind):
                 starts[name] = start
-                if opcode == "async-update" and not computation.by_name[start].operands:
-                    steps.append(("issue", start))
+                if opcode == "async-update" and not self.instruction(start).operands:
+                    steps.append(Step("issue", *start))
                 elif opcode == "fusion":  # a kernel that moves the transfer on while it computes
-                    steps.append(("compute", name))
+                    steps.append(Step("compute", computation_name, name))
             elif kind is not None and not opcode.endswith("-done"):  # that was waited for already
+                if cost.ends_collective(self.module, instruction):
+                    raise ValueError(f"{name} in {computation_name} ends what nothing started")
                 if opcode == "fusion" and self.price(computation_name, name)[1].flops:
-                    steps.append(("compute", name))  # a product, and a transfer after it
-                steps.append(("synchronous", name))
+                    steps.append(Step("compute", computation_name, name))  # a transfer after it
+                steps.append(Step("synchronous", computation_name, name))
             elif opcode in _LOOPS and self._has_collective(instruction):
-                steps.append(("loop", name))
+                given = tuple(sorted(tuples.get(next(iter(instruction.operands), ""), {}).items()))
+                steps.append(Step("loop", computation_name, name, given))
+                tuples[name] = dict(self._after(computation, instruction, given))
             elif kind is None and opcode not in cost.FREE:
-                steps.append(("compute", name))
-        return steps
+                steps.append(Step("compute", computation_name, name))
+                if opcode == "while":  # it hands on what it is given
+                    tuples[name] = tuples.get(instruction.operands[0], {})
+        return steps, tuple(sorted(tuples.get(computation.root.name, {}).items()))
+
+    def _after(self, computation: Computation, loop: Instruction, carried: Running) -> Running:
+        """What is running after a loop with collectives that was given this."""
+        if loop.opcode != "while":
+            return ()
+        (body,) = self.taken(loop)
+        for _ in range(min(2, round(self.turns(computation, loop)))):  # then each turn is alike
+            carried = self.steps(body.name, carried)[1]
+        return carried
 
     def _carries(
         self, computation: Computation, instruction: Instruction, kind: str | None
@@ -100,20 +178,41 @@ class Program:
         element = fused.operands(fused.root)[int(instruction.attribute("index") or 0)]
         return element.opcode in ("parameter", *cost.COLLECTIVES)  # else what it computes
 
+    def instruction(self, start: Start) -> Instruction:
+        """The instruction of a name in a computation."""
+        computation, name = start
+        return self.module.computations[computation].by_name[name]
+
     def _price(self, computation_name: str, name: str) -> tuple[float, cost.Work]:
         """Modelled seconds and the work of an instruction, with all turns of the loops in it."""
         computation = self.module.computations[computation_name]
         instruction = computation.by_name[name]
         wraps = instruction.opcode.endswith("-start") and not cost.is_move(self.module, instruction)
         if instruction.opcode in _LOOPS or (wraps and self.module.called(instruction)):
-            turns = self.turns(computation, instruction)
-            seconds, work = 0.0, cost.Work()
-            for called in self.taken(instruction):
-                spent, done = self._total(called)
-                seconds, work = seconds + spent * turns, work + done * turns
-            return seconds, work
-        work = self._kernel(instruction) or cost.work(self.module, computation, instruction)
+            return self._turned(computation, instruction, ())
+        work = self._kernel(instruction)
+        if work is None:
+            work = cost.work(self.module, computation, instruction)
+            self._note_unpriced(instruction, work)
         return work.seconds(self.rates), work
+
+    def _note_unpriced(self, instruction: Instruction, work: cost.Work) -> None:
+        if (why := cost.unpriced(instruction)) is not None:
+            self.not_priced[instruction.name] = why
+        for dtype, _ in work.of_types:
+            if self.rates.product_flops(dtype) is None:
+                self.not_priced[instruction.name] = f"product of {dtype}: counted as of bfloat16"
+
+    def _turned(
+        self, computation: Computation, instruction: Instruction, carried: Running
+    ) -> tuple[float, cost.Work]:
+        """Seconds and work of all turns of what an instruction calls, transfers included."""
+        turns = self.turns(computation, instruction)
+        seconds, work = 0.0, cost.Work()
+        for called in self.taken(instruction):
+            spent, done = self._total(called, carried)
+            seconds, work = seconds + spent * turns, work + done * turns
+        return seconds, work
 
     def _kernel(self, instruction: Instruction) -> cost.Work | None:
         """The work that was given for a custom call."""
@@ -122,14 +221,18 @@ class Program:
         parts = instruction.op_name.split("/")
         return next((work for name, work in self.kernels.items() if name in parts), None)
 
-    def _total(self, computation: Computation) -> tuple[float, cost.Work]:
+    def _total(self, computation: Computation, carried: Running = ()) -> tuple[float, cost.Work]:
         seconds, total = 0.0, cost.Work()
-        for role, name in self.steps(computation.name):
-            if role in ("compute", "loop"):
-                spent, work = self.price(computation.name, name)
+        for step in self.steps(computation.name, carried)[0]:
+            if step.role == "loop":
+                loop = computation.by_name[step.name]
+                spent, work = self._turned(computation, loop, step.carried)
                 seconds, total = seconds + spent, total + work
-            elif role != "wait":
-                seconds += self.transfer(computation, computation.by_name[name])[2]
+            elif step.role == "compute":
+                spent, work = self.price(computation.name, step.name)
+                seconds, total = seconds + spent, total + work
+            elif step.role != "wait":
+                seconds += self.transfer(*step.start)[2]
         return seconds, total
 
     def taken(self, instruction: Instruction) -> list[Computation]:
@@ -175,10 +278,10 @@ class Program:
             for inner in self.module.walk(called)
         )
 
-    def transfer(
-        self, computation: Computation, instruction: Instruction
-    ) -> tuple[str, float, float]:
+    def transfer(self, computation_name: str, name: str) -> tuple[str, float, float]:
         """Kind, bytes and seconds of a collective, or of a group of them."""
+        computation = self.module.computations[computation_name]
+        instruction = computation.by_name[name]
         inner = cost.collectives(self.module, computation, instruction)
         kind = cost.collective_kind(self.module, instruction) or ""
         # A call of several is a chain; any other group is started, and runs, as one.
@@ -186,12 +289,19 @@ class Program:
         devices = self.module.num_devices
         sent = seconds = startup = 0.0
         for home, one in inner:
-            groups = cost.groups(one, devices)
+            groups = self._of_machine(cost.groups(one, devices))
             base = cost.collective_kind(self.module, one) or ""
             away = cost.link_bytes(base, one, home.operands(one), devices, self.ragged_rows)
             sent += away
-            # As slow as the slowest: a ring over nodes has hops within and between them.
-            seconds += max(self.rates.link_seconds(away, group) for group in groups)
-            if any(len(group) > 1 for group in groups):
-                startup = self.rates.collective_seconds + (startup if chain else 0.0)
+            seconds += self.rates.links.seconds(base, away, groups)
+            started = self.rates.links.start(groups)
+            startup = startup + started if chain else max(startup, started)
         return kind, sent, seconds + startup
+
+    def _of_machine(self, groups: list[list[int]]) -> Groups:
+        """Groups of the program's numbers as groups of the machine's devices."""
+        numbers = self.device_ids
+        return tuple(
+            tuple(group if numbers is None else (numbers[device] for device in group))
+            for group in groups
+        )

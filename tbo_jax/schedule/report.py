@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tbo_jax.schedule.audit import Finding, audit
 from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.hlo import Module, parse
+from tbo_jax.schedule.run_time import run_time_notes
 from tbo_jax.schedule.scopes import BACKWARD, find_scope
 from tbo_jax.schedule.targets import Target, find_target
 from tbo_jax.schedule.timeline import Timeline, Transfer, simulate
@@ -26,6 +27,7 @@ _READABLE: Options = {
     "xla_tpu_offload_gather_to_sparsecore": "false",
     "xla_tpu_enable_offloading_sort_to_sparsecore": "false",
 }
+_HOPPER = "9.0"
 _NO_TIME = 0.01  # of a transfer: less compute beside it than this is none
 
 
@@ -54,6 +56,7 @@ class ScheduleReport:
     micro_batches: int
     step: float
     compute: float
+    contention: float  # of compute: what it takes longer beside collectives
     communication: float
     hidden: float
     exposed: float
@@ -69,6 +72,8 @@ class ScheduleReport:
     collectives: tuple[CollectiveReport, ...]
     findings: tuple[Finding, ...]
     assumed_loops: tuple[str, ...]  # turns unknown until run time, counted as one
+    not_priced: Mapping[str, str]  # instruction: what of it costs nothing here
+    run_time: tuple[str, ...]  # what is known to slow it when it runs, and is not in the times
     timeline: Timeline
     hlo: str
     layer_bytes: int | None = None  # of a device, that one more layer would take; None if unknown
@@ -83,7 +88,7 @@ class ScheduleReport:
 
         Splitting costs compute and communication of its own, so that this may be below 1.
         """
-        longer = max(self.compute, self.communication)
+        longer = max(self.compute - self.contention, self.communication)
         return other / longer if longer else 1.0
 
     def needed_with(self, layers: int) -> int:
@@ -113,7 +118,7 @@ class ScheduleReport:
         fields = {k: v for k, v in vars(self).items() if k not in ("timeline", "hlo")}
         fields["collectives"] = [asdict(c) for c in self.collectives]
         fields["findings"] = [asdict(f) for f in self.findings]
-        fields["assumed_loops"] = list(self.assumed_loops)
+        fields |= {name: list(fields[name]) for name in ("assumed_loops", "run_time")}
         return fields | {"hidden_share": self.hidden_share, "times": "modelled"}
 
 
@@ -144,15 +149,17 @@ def inspect(
         options: of the compiler, on top of `compiler_options`.
 
     Raises:
-        ValueError: unknown target, or its compiler is not installed; a step that was compiled for
-            another machine; a program that is written in a form not known here.
+        ValueError: unknown target, or its compiler is not installed; a step that was compiled, or
+            whose Mosaic GPU kernels were lowered, for another machine; a program that is written in
+            a form not known here.
     """
     target = find_target(target) if isinstance(target, str) else target
     start = time.perf_counter()
     if callable(step) and not hasattr(step, "lower") and not hasattr(step, "as_text"):
         step, args = jax.jit(step), _placed(args, target)
-    if hasattr(step, "lower"):
-        step = step.lower(*args)
+    is_function = hasattr(step, "trace")
+    if is_function:
+        step = _lower(step.trace(*args), target)
         args = ()
     if args:
         raise ValueError("arguments are for a jitted function, this one is lowered already")
@@ -168,9 +175,11 @@ def inspect(
         raise ValueError("compiler options come too late: the step is compiled already")
     seconds = time.perf_counter() - start
     _check_machine(step, target)
+    _check_mosaic(step, target, is_function)
     return report(
-        step, target, micro_batches, trip_counts or {}, kernels or {}, seconds, ragged_rows
-    )
+        step, target, micro_batches, trip_counts or {}, kernels or {}, seconds, ragged_rows,
+        _device_ids(step, target),
+    )  # fmt: skip
 
 
 def _placed(args: Any, target: Target) -> Any:
@@ -184,6 +193,31 @@ def _placed(args: Any, target: Target) -> Any:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding if known else whole)
 
     return jax.tree.map(place, args)
+
+
+def _lower(traced: jax.stages.Traced, target: Target) -> jax.stages.Lowered:
+    """Lower a step so that Mosaic GPU kernels in it are those of the target.
+
+    JAX lowers them for the default device, and where that is no GPU for Hopper.
+    """
+    if target.platform != "cuda" or target.chip == _HOPPER:
+        return traced.lower()
+    with jax.default_device(target.devices()[0]):
+        return traced.lower()
+
+
+def _check_mosaic(compiled: jax.stages.Compiled, target: Target, lowered_here: bool) -> None:
+    """ValueError if there are Mosaic GPU kernels that may be of another chip than the target's."""
+    if target.platform != "cuda" or target.chip == _HOPPER:
+        return
+    # Before 0.12 JAX asks the mesh, which does not know it.
+    asks_default_device = jax.__version_info__ >= (0, 12)
+    if "mosaic_gpu" in (compiled.as_text() or "") and not (lowered_here and asks_default_device):
+        raise ValueError(
+            f"the step has Mosaic GPU kernels, and JAX {jax.__version__} lowered them for compute "
+            f"capability {_HOPPER}, {target.name} is {target.chip}: expected a function that is "
+            "not lowered yet, and jax 0.12"
+        )
 
 
 def _check_machine(compiled: jax.stages.Compiled, target: Target) -> None:
@@ -223,18 +257,20 @@ def report(
     kernels: Mapping[str, Work],
     compile_seconds: float,
     ragged_rows: float | None = None,
+    device_ids: Sequence[int] | None = None,
 ) -> ScheduleReport:
-    """The report of a compiled step."""
+    """The report of a compiled step; see `simulate` for the arguments."""
     text, memory = compiled.as_text(), compiled.memory_analysis()
     if text is None or memory is None:
         raise ValueError("this program has no text to read, or no memory analysis")
     module: Module = parse(text)
-    timeline = simulate(module, target.rates, trip_counts, kernels, ragged_rows)
+    timeline = simulate(module, target.rates, trip_counts, kernels, ragged_rows, device_ids)
     return ScheduleReport(
         target=target.name,
         micro_batches=micro_batches,
         step=timeline.step,
         compute=timeline.compute,
+        contention=timeline.contention,
         communication=timeline.communication,
         hidden=timeline.hidden,
         exposed=timeline.exposed,
@@ -253,9 +289,23 @@ def report(
         collectives=tuple(_collectives(timeline)),
         findings=tuple(audit(module)),
         assumed_loops=tuple(timeline.assumed_loops),
+        not_priced=timeline.not_priced,
+        run_time=tuple(run_time_notes(module, target, device_ids)),
         timeline=timeline,
         hlo=text,
     )
+
+
+def _device_ids(compiled: jax.stages.Compiled, target: Target) -> list[int] | None:
+    """The machine's numbers of the devices, in the order in which the program numbers them.
+
+    They follow the mesh, which may have been laid out for the links. None if no argument or result
+    tells.
+    """
+    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size == target.num_devices:
+            return [device.id for device in sharding.mesh.devices.flat]
+    return None
 
 
 def layer_body(collectives: Sequence[CollectiveReport]) -> list[CollectiveReport]:

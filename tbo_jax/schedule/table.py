@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,13 +28,10 @@ def print_report(
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
     rates = target.rates
-    links = f"{rates.link_bandwidth / 1e9:.0f} GB/s of link a device"
-    if target.num_nodes > 1:
-        links += f" in a node, {rates.node_link_bandwidth / 1e9:.0f} between nodes"
     console.print(title)
     console.print(
         f"Times are modelled: XLA's order, priced at {rates.matmul_flops / 1e12:.0f} TFLOP/s, "
-        f"{rates.memory_bandwidth / 1e9:.0f} GB/s of memory and {links}.\n"
+        f"{rates.memory_bandwidth / 1e9:.0f} GB/s of memory and {rates.links.describe()}.\n"
     )
     console.print(_summary(reports, layers_left_out))
     for report in reports:
@@ -87,6 +85,7 @@ def _summary(reports: Sequence[ScheduleReport], layers_left_out: int) -> Table:
         whole = [r.step + layers_left_out * (t or 0) for r, t in zip(reports, layer, strict=True)]
         row("  of all layers, extrapolated", [_ms(seconds) for seconds in whole])
     row("compute", [_ms(r.compute) for r in reports])
+    row("  slower beside communication", [_ms(r.contention) for r in reports])
     row("communication", [_ms(r.communication) for r in reports])
     row("  hidden", [f"{r.hidden_share:.1%}" for r in reports])
     row("  exposed", [_ms(r.exposed) for r in reports])
@@ -157,6 +156,10 @@ def _notes(report: ScheduleReport, layers_left_out: int) -> list[str]:
             f"does not fit: {needed}{of_all} of {report.memory / 1e9:.1f} GB of memory; take fewer "
             "tokens, a shorter context or more devices"
         )
+    for reason, count in Counter(report.not_priced.values()).items():
+        example = next(name for name, why in report.not_priced.items() if why == reason)
+        lines.append(f"not priced: {count} x {reason} ({example})")
+    lines += [f"not in these times: {note}" for note in report.run_time]
     if report.assumed_loops:
         lines.append(
             f"{len(report.assumed_loops)} loops whose turns depend on data are counted once: "

@@ -5,41 +5,52 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from importlib import metadata, resources
-from typing import Any
+from typing import Any, Literal
 
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from tbo_jax.parallel.sharding import make_mesh
+from tbo_jax.schedule.links import Links, NodeLinks, TorusLinks
 
 MOST_GPUS_A_NODE = 8
+_LEAST_SHARE = 0.1  # of the memory, beside links that are as fast
+
+
+RateKind = Literal["achieved", "line"]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What one device does at best: the prices of the modelled timeline."""
+    """What one device does: the prices of the modelled timeline."""
 
     matmul_flops: float  # floating-point operations per second, bfloat16, dense
     memory_bandwidth: float  # bytes per second
-    link_bandwidth: float  # bytes per second that a device sends to others of its node
     launch_seconds: float  # start of a kernel
-    collective_seconds: float  # start of a collective
-    node_link_bandwidth: float = math.inf  # bytes per second that a device sends to other nodes
-    devices_per_node: int = 0  # 0: all are in one
+    links: Links
+    # Operations per second of products of other types than bfloat16 and float16. "f32" is what XLA
+    # makes of float32 by default, "f32_highest" what it makes at the highest precision.
+    matmul_flops_of: Mapping[str, float] = field(default_factory=dict)
+    cores: int = 1  # multiprocessors of a GPU
+    collective_cores: int = 0  # of them, what a running collective takes
+    # Bytes of memory traffic for each byte sent: it is read here, and one that came is written.
+    collective_traffic: float = 2.0
 
-    def link_seconds(self, sent: float, group: Sequence[int]) -> float:
-        """Time in which the first device of a group sends `sent` bytes, equally to all others.
+    def product_flops(self, dtype: str) -> float | None:
+        """Operations per second of products of a type; None if that is not known."""
+        return self.matmul_flops if dtype == "bf16" else self.matmul_flops_of.get(dtype)
 
-        What leaves the node takes the slower link, the rest the faster one beside it.
+    def beside(self, link_rate: float) -> tuple[float, float]:
+        """Shares of the matrix units and of the memory that are left beside a collective.
+
+        Args:
+            link_rate: bytes per second that the device sends.
         """
-        size = self.devices_per_node
-        others = [device for device in group if device != group[0]]
-        outside = sum(bool(size) and device // size != group[0] // size for device in others)
-        away = sent * outside / max(1, len(others))
-        return max((sent - away) / self.link_bandwidth, away / self.node_link_bandwidth)
+        memory = 1 - self.collective_traffic * link_rate / self.memory_bandwidth
+        return 1 - self.collective_cores / self.cores, max(memory, _LEAST_SHARE)
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,8 @@ def find_target(
     nodes: int = 1,
     link_gbps: float | None = None,
     node_link_gbps: float | None = None,
+    rates: RateKind = "achieved",
+    collective_cores: int | None = None,
 ) -> Target:
     """The target of a name.
 
@@ -105,9 +118,13 @@ def find_target(
         name: `CHIPxN` for N GPUs in a node (h100x8), `CHIP` or `CHIP:TOPOLOGY` for a TPU slice
             (v5e, v5p:2x2x2). `list_targets` has the chips.
         nodes: how many such nodes of GPUs. What leaves a node takes the slower link between nodes.
-        link_gbps: gigabytes per second that a device sends to others of its node; default from the
-            chip's description.
-        node_link_gbps: the same, to other nodes.
+        link_gbps: gigabytes per second that a GPU sends to others of its node, or that a link of a
+            TPU carries in one direction; default from the chip's description.
+        node_link_gbps: gigabytes per second that a GPU sends to other nodes.
+        rates: what others measured of real kernels and collectives, or what the data sheet says.
+            A bandwidth that is given is taken as it is.
+        collective_cores: multiprocessors of a GPU that a running collective takes from the kernels
+            beside it; default from the chip's description.
 
     Raises:
         ValueError: no such chip, a count out of range, nodes of TPUs, no bandwidth, or one between
@@ -144,14 +161,24 @@ def find_target(
             raise ValueError(f"target {name!r}: a slice without chips")
     if nodes == 1 and node_link_gbps is not None:
         raise ValueError(f"node_link_gbps is {node_link_gbps}, and there is one node")
-    given = dict(description["rates"])
+    prices = dict(description["rates"])
+    types = dict(description["matmul_tflops_of"])
+    if rates == "achieved":
+        shares = dict(description["achieved"])
+        # Of types whose products were not measured on their own, the share of bfloat16.
+        types = {t: v * shares.pop(t, shares["matmul_tflops"]) for t, v in types.items()}
+        prices |= {key: prices[key] * share for key, share in shares.items()}
     for key, value in {"link_gbps": link_gbps, "node_link_gbps": node_link_gbps}.items():
         if value is not None:
             if not 0 < value < math.inf:
                 raise ValueError(f"{key} must be positive, got {value}")
-            given[key.replace("gbps", "gb_s")] = value
-    rates = _rates(given, num_devices // nodes, nodes)
-    return Target(label, platform, num_devices, nodes, rates, description, topology)
+            prices[key.replace("gbps", "gb_s")] = value
+    if platform == "cuda":
+        links: Links = _node_links(prices, num_devices // nodes, nodes)
+    else:
+        links = _torus_links(prices, topology, description)
+    priced = _rates(prices, types, description, links, collective_cores)
+    return Target(label, platform, num_devices, nodes, priced, description, topology)
 
 
 def list_targets() -> list[str]:
@@ -174,18 +201,53 @@ def _chips() -> dict[str, dict[str, Any]]:
     }
 
 
-def _rates(given: Mapping[str, float], per_node: int, nodes: int) -> Rates:
-    several: dict[str, Any] = {}
-    if nodes > 1:
-        several["node_link_bandwidth"] = given["node_link_gb_s"] * 1e9
-        several["devices_per_node"] = per_node
+def _rates(
+    prices: Mapping[str, float],
+    types: Mapping[str, float],
+    description: Mapping[str, Any],
+    links: Links,
+    collective_cores: int | None,
+) -> Rates:
+    cores = description.get("gpu_device_info", {}).get("core_count", 1)
+    taken = description["collective_cores"] if collective_cores is None else collective_cores
+    if not 0 <= taken < cores:
+        raise ValueError(f"collective_cores must be 0 to {cores - 1}, got {taken}")
     return Rates(
-        matmul_flops=given["matmul_tflops"] * 1e12,
-        memory_bandwidth=given["memory_gb_s"] * 1e9,
-        link_bandwidth=given["link_gb_s"] * 1e9,
-        launch_seconds=given["launch_us"] * 1e-6,
-        collective_seconds=given["collective_us"] * 1e-6,
-        **several,
+        matmul_flops=prices["matmul_tflops"] * 1e12,
+        memory_bandwidth=prices["memory_gb_s"] * 1e9,
+        launch_seconds=prices["launch_us"] * 1e-6,
+        links=links,
+        matmul_flops_of={dtype: tflops * 1e12 for dtype, tflops in types.items()},
+        cores=cores,
+        collective_cores=taken,
+    )
+
+
+def _node_links(prices: Mapping[str, float], per_node: int, nodes: int) -> NodeLinks:
+    inside = NodeLinks(
+        bandwidth=prices["link_gb_s"] * 1e9, start_seconds=prices["collective_us"] * 1e-6
+    )
+    if nodes == 1:
+        return inside
+    return replace(
+        inside,
+        node_bandwidth=prices["node_link_gb_s"] * 1e9,
+        node_start_seconds=prices["node_collective_us"] * 1e-6,
+        devices_per_node=per_node,
+    )
+
+
+def _torus_links(
+    prices: Mapping[str, float], topology: str, description: Mapping[str, Any]
+) -> TorusLinks:
+    dims = tuple(int(size) for size in topology.split(":")[1].split("x"))
+    return TorusLinks(
+        dims=dims,
+        wraps=tuple(size % description["ring_multiple"] == 0 for size in dims),
+        bandwidth=prices["link_gb_s"] * 1e9,
+        start_seconds=prices["collective_us"] * 1e-6,
+        devices_per_chip=description["devices_per_chip"],
+        chip_bandwidth=prices.get("chip_link_gb_s", math.inf) * 1e9,
     )
 
 

@@ -8,13 +8,13 @@ waits is exposed communication, the rest of the link's time is hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.hlo import Computation, Instruction, Module
-from tbo_jax.schedule.program import Program
+from tbo_jax.schedule.program import Program, Running, Start, Step
 from tbo_jax.schedule.targets import Rates
 
 Lane = Literal["compute", "link"]
@@ -64,6 +64,8 @@ class Timeline:
     assumed_loops: dict[str, float] = field(default_factory=dict)  # name: turns assumed
     flops: float = 0.0
     bytes: float = 0.0
+    contention: float = 0.0  # of compute: what it takes longer because collectives run beside it
+    not_priced: dict[str, str] = field(default_factory=dict)  # instruction: what of it is not
 
     @property
     def compute(self) -> float:
@@ -88,6 +90,7 @@ def simulate(
     trip_counts: Mapping[str, float],
     kernels: Mapping[str, Work] | None = None,
     ragged_rows: float | None = None,
+    device_ids: Sequence[int] | None = None,
 ) -> Timeline:
     """Run a scheduled module through the two lanes.
 
@@ -100,13 +103,17 @@ def simulate(
             times.
         kernels: work of custom calls, which nobody can look into, by a part of their `op_name`.
         ragged_rows: rows that a device sends to others in a ragged exchange; default all it could.
+        device_ids: the devices, in the order in which the program numbers them; default that of the
+            machine.
 
     Raises:
-        ValueError: the module is not scheduled, so its order means nothing; turns below zero.
+        ValueError: the module is not scheduled, so its order means nothing; turns below zero; a
+            collective that ends and was not started.
     """
     if not module.is_scheduled:
         raise ValueError(f"module {module.name} is not scheduled: its text has no order")
-    timeline = _Simulation(Program(module, rates, trip_counts, kernels or {}, ragged_rows)).run()
+    program = Program(module, rates, trip_counts, kernels or {}, ragged_rows, device_ids)
+    timeline = _Simulation(program).run()
     _check(timeline)
     return timeline
 
@@ -137,10 +144,10 @@ class _Flight:
 class _Simulation:
     def __init__(self, program: Program):
         self.program = program
-        self.timeline = Timeline(assumed_loops=program.assumed_loops)
+        self.timeline = Timeline(assumed_loops=program.assumed_loops, not_priced=program.not_priced)
         self.now = 0.0  # end of the compute lane
         self.link_free = 0.0
-        self.flights: dict[tuple[str, str], _Flight] = {}  # by computation and start
+        self.flights: dict[Start, _Flight] = {}
 
     def run(self) -> Timeline:
         self._run(self.program.module.entry)
@@ -151,46 +158,76 @@ class _Simulation:
         self.timeline.transfers.sort(key=lambda transfer: transfer.event.start)
         return self.timeline
 
-    def _run(self, computation: Computation) -> None:
-        """Run a computation in the order of its schedule."""
-        for role, name in self.program.steps(computation.name):
-            if role == "compute":
-                self._compute(computation, name)
-            elif role == "wait":
-                self._wait((computation.name, name))
-            elif role == "loop":
-                instruction = computation.by_name[name]
-                for _ in range(round(self.program.turns(computation, instruction))):
-                    for called in self.program.taken(instruction):
-                        self._run(called)
-            else:
-                self._issue(computation, name, synchronous=role == "synchronous")
-                if role == "synchronous":
-                    self._wait((computation.name, name))
+    def _run(self, computation: Computation, carried: Running = ()) -> Running:
+        """Run a computation in the order of its schedule.
 
-    def _compute(self, computation: Computation, name: str) -> None:
-        seconds, work = self.program.price(computation.name, name)
+        It is given running collectives, and gives back those that it leaves running.
+        """
+        steps, left = self.program.steps(computation.name, carried)
+        for step in steps:
+            if step.role == "compute":
+                self._compute(step)
+            elif step.role == "wait":
+                self._wait(step.start)
+            elif step.role == "loop":
+                self._loop(computation, step)
+            else:
+                self._issue(computation, step)
+                if step.role == "synchronous":
+                    self._wait(step.start)
+        return left
+
+    def _loop(self, computation: Computation, step: Step) -> None:
+        instruction = computation.by_name[step.name]
+        carried = step.carried
+        for _ in range(round(self.program.turns(computation, instruction))):
+            for called in self.program.taken(instruction):
+                carried = self._run(called, carried)
+
+    def _compute(self, step: Step) -> None:
+        seconds, work = self.program.price(*step.start)
         self.timeline.flops += work.flops
         self.timeline.bytes += work.bytes
         if seconds:
-            instruction = computation.by_name[name]
-            self._event("compute", instruction, instruction.op_name, self.now, self.now + seconds)
-            self.now += seconds
+            instruction = self.program.instruction(step.start)
+            end = self._finished(seconds, work)
+            self.timeline.contention += end - self.now - seconds
+            self._event("compute", instruction, instruction.op_name, self.now, end)
+            self.now = end
 
-    def _issue(self, computation: Computation, name: str, synchronous: bool) -> None:
+    def _finished(self, seconds: float, work: Work) -> float:
+        """When work that starts now and takes so long alone is done beside what is on the link.
+
+        Starting its kernels takes as long as ever. A loop of kernels is slowed as one kernel with
+        all of their work.
+        """
+        rates = self.program.rates
+        left = max(0.0, seconds - work.kernels * rates.launch_seconds)
+        now = self.now + seconds - left
+        for flight in sorted(self.flights.values(), key=lambda flight: flight.start):
+            alone = min(left, max(0.0, flight.start - now))
+            now, left = now + alone, left - alone
+            if left and now < flight.end:
+                slowed = work.slowed(rates, flight.bytes / (flight.end - flight.start))
+                beside = min(left, (flight.end - now) / slowed)
+                now, left = now + beside * slowed, left - beside
+        return now + left
+
+    def _issue(self, computation: Computation, step: Step) -> None:
         """Give a collective to the link, which serves one after the other."""
-        instruction = computation.by_name[name]
-        self._wait((computation.name, name))  # of the turn before, if nothing did
-        kind, sent, seconds = self.program.transfer(computation, instruction)
+        instruction = computation.by_name[step.name]
+        self._wait(step.start)  # of the turn before, if nothing did
+        kind, sent, seconds = self.program.transfer(*step.start)
         start = max(self.now, self.link_free)
         self.link_free = start + seconds
-        self.flights[computation.name, name] = _Flight(
-            instruction, self.program.op_name(computation, instruction), kind, sent, synchronous,
+        self.flights[step.start] = _Flight(
+            instruction, self.program.op_name(computation, instruction), kind, sent,
+            synchronous=step.role == "synchronous",
             issued=self.now, start=start, end=self.link_free,
             first_event=len(self.timeline.events),
         )  # fmt: skip
 
-    def _wait(self, key: tuple[str, str]) -> None:
+    def _wait(self, key: Start) -> None:
         """Compute stands still until a collective is over.
 
         From its issue to its end the link is busy, with those before it and then with itself, and

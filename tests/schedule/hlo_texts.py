@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tbo_jax.schedule.links import NodeLinks
 from tbo_jax.schedule.targets import Rates
 
 RATES = Rates(
     matmul_flops=1e30,
     memory_bandwidth=8.0,
-    link_bandwidth=2.0,
     launch_seconds=0.0,
-    collective_seconds=0.0,
+    links=NodeLinks(bandwidth=2.0, start_seconds=0.0),
+    collective_traffic=0.0,  # a transfer slows nothing beside it
 )
 HEADER = "HloModule jit_step, is_scheduled=true, num_partitions=2\n\n"
 GROUPS = "replica_groups={{0,1}}, dimensions={0}"

@@ -157,7 +157,7 @@ def test_files(tmp_path: Path) -> None:
     assert setting["phase"] == "decode" and setting["transport"] == "all_to_all"
     assert setting["target"] == "h100x8" and setting["layers"] == 2
     assert written["versions"]["jax"] == jax.__version__
-    assert written["rates"]["link_bandwidth"] == 450e9
+    assert 300e9 < written["rates"]["links"]["bandwidth"] < 450e9
     described = (ROOT / "docs" / "schedule.md").read_text()
     for name in (*written, *written["reports"][0], *written["reports"][0]["collectives"][0]):
         assert f"`{name}`" in described, f"docs/schedule.md does not say what {name} is"

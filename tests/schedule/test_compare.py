@@ -83,7 +83,7 @@ def test_a_tolerance_below_zero_is_refused(tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ('{"schema": 2, "reports": []}', "schema 2 of a schedule report: expected 1"),
+        ('{"schema": 1, "reports": []}', "schema 1 of a schedule report: expected 2"),
         ("{}", "schema null"),
         ('{"schema": 1}', "schema 1"),
         ("[1]", "r.json"),

@@ -6,6 +6,7 @@ from hlo_texts import ADD, GROUPS, module
 from tbo_jax.schedule import cost
 from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.hlo import Instruction, Module, parse
+from tbo_jax.schedule.links import NodeLinks
 from tbo_jax.schedule.targets import Rates
 
 
@@ -389,7 +390,76 @@ def test_kinds(opcode: str, kind: str | None) -> None:
 
 
 def test_a_kernel_takes_the_longer_of_its_products_and_its_bytes() -> None:
-    rates = Rates(100.0, 10.0, 1.0, launch_seconds=0.5, collective_seconds=0.0)
+    links = NodeLinks(bandwidth=1.0, start_seconds=0.0)
+    rates = Rates(100.0, 10.0, launch_seconds=0.5, links=links)
     assert Work(flops=300, bytes=10, kernels=1).seconds(rates) == 3.5
     assert Work(flops=300, bytes=50, kernels=1).seconds(rates) == 5.5
     assert (Work(1, 2, 3) + Work(4, 5, 6)) * 2 == Work(10, 14, 18)
+
+
+def test_products_of_each_type_at_their_own_rate() -> None:
+    links = NodeLinks(bandwidth=1.0, start_seconds=0.0)
+    rates = Rates(100.0, 1e9, 0.0, links, matmul_flops_of={"f8": 200.0, "f32_highest": 10.0})
+    assert Work(300).seconds(rates) == 3
+    assert Work(300, of_types=(("f8", 200),)).seconds(rates) == 1 + 1
+    assert Work(300, of_types=(("f32_highest", 300),)).seconds(rates) == 30
+    assert Work(300, of_types=(("f64", 300),)).seconds(rates) == 3  # and listed as not priced
+    both = Work(1, of_types=(("f8", 1),)) + Work(5, of_types=(("f8", 2), ("s8", 3)))
+    assert both == Work(6, of_types=(("f8", 3), ("s8", 3)))
+    assert both * 2 == Work(12, of_types=(("f8", 6), ("s8", 6)))
+
+
+@pytest.mark.parametrize(
+    "lhs, rhs, more, dtype",
+    [
+        ("bf16", "bf16", "", "bf16"),
+        ("f16", "f16", "", "bf16"),
+        ("f32", "f32", "", "f32"),
+        ("f32", "bf16", "", "f32"),
+        ("f32", "f32", ", operand_precision={highest,highest}", "f32_highest"),
+        ("f32", "f32", ", operand_precision={default,default}", "f32"),
+        ("f64", "f64", "", "f64"),
+        ("f8e4m3fn", "f8e5m2", "", "f8"),
+        ("s8", "s8", "", "s8"),
+        ("f8e4m3fn", "bf16", "", "bf16"),
+        ("s32", "s32", "", "s32"),
+    ],
+)
+def test_the_type_of_a_product(lhs: str, rhs: str, more: str, dtype: str) -> None:
+    entry = (
+        f"  %x = {lhs}[4,8]{{1,0}} parameter(0)\n  %y = {rhs}[8,3]{{1,0}} parameter(1)\n"
+        "  ROOT %z = f32[4,3]{1,0} dot(%x, %y), lhs_contracting_dims={1}, "
+        f"rhs_contracting_dims={{0}}{more}"
+    )
+    made = work(entry)
+    flops = 2 * 4 * 3 * 8
+    assert (made.flops, made.of_types) == (flops, () if dtype == "bf16" else ((dtype, flops),))
+
+
+def test_the_precision_of_a_product_of_cublas() -> None:
+    made = work(
+        """  %x = f32[512,64]{1,0} parameter(0)
+  %y = f32[64,32]{1,0} parameter(1)
+  ROOT %z = (f32[512,32]{1,0}, s8[33]{0}) custom-call(%x, %y), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]},"precision_config":{"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"}}}"""
+    )
+    assert made.of_types == (("f32_highest", made.flops),)
+
+
+@pytest.mark.parametrize(
+    "instruction, why",
+    [
+        ('custom-call(%x), custom_call_target="mine"', "custom call mine: its bytes are counted"),
+        ("cholesky(%x)", "cholesky: its bytes are counted, its operations are not"),
+        ("fft(%x), fft_type=FFT, fft_length={4}", "fft: "),
+        ('custom-call(%x), custom_call_target="Sharding"', None),
+        ('custom-call(%x), custom_call_target="k", backend_config={"flops":"12"}', None),
+        ("add(%x, %x)", None),
+        ("sort(%x), dimensions={0}", None),  # its bytes are what it costs
+    ],
+)
+def test_what_is_not_priced(instruction: str, why: str | None) -> None:
+    _, root = parsed(
+        f"  %x = f32[4,4]{{1,0}} parameter(0)\n  ROOT %z = f32[4,4]{{1,0}} {instruction}"
+    )
+    found = cost.unpriced(root)
+    assert found is None if why is None else found is not None and found.startswith(why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,21 @@ from tbo_jax import ModelRunner
 from tbo_jax.checkpoint.load import read_config
 from tbo_jax.parallel.sharding import RANKS, make_mesh
 from tbo_jax.schedule import Target, find_target, inspect
+from tbo_jax.schedule.hlo import parse
+from tbo_jax.schedule.links import TorusLinks
 from tbo_jax.schedule.model_step import StepShape, abstract_model, last_layers, layer_bytes
-from tbo_jax.schedule.report import ScheduleReport, layer_body, layer_seconds, report, scope_of
+from tbo_jax.schedule.report import (
+    ScheduleReport,
+    _check_mosaic,
+    _device_ids,
+    _lower,
+    layer_body,
+    layer_seconds,
+    report,
+    scope_of,
+)
 from tbo_jax.schedule.table import print_report
+from tbo_jax.schedule.timeline import simulate
 from tests.golden_cases import Golden
 from tests.schedule.hlo_texts import GROUPS, RATES, module, program
 
@@ -149,7 +162,14 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     found = of_fixture("gpu_unrolled")
     print_report("the title", [found, found], target)
     out = capsys.readouterr().out
-    for part in ("the title", "modelled", "2 micro-batches", "hidden", "dispatch", "450 GB/s"):
+    for part in (
+        "the title",
+        "modelled",
+        "2 micro-batches",
+        "hidden",
+        "dispatch",
+        "GB/s of link a device",
+    ):
         assert part in out
     assert "extrapolated" not in out  # two layers are too few
 
@@ -214,6 +234,64 @@ def test_a_step_of_another_machine_is_refused(target, message) -> None:
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32))
     with pytest.raises(ValueError, match=message):
         inspect(lowered.compile(), target)
+
+
+@pytest.mark.parametrize(
+    ("target", "lowered_here", "version", "refused"),
+    [
+        ("b200x2", True, (0, 12, 0), False),
+        ("b200x2", True, (0, 10, 2), True),  # asks the mesh, which has no compute capability
+        ("b200x2", False, (0, 12, 0), True),
+        ("h100x2", False, (0, 10, 2), False),  # what JAX takes where there is no GPU
+        ("v5e", False, (0, 10, 2), False),
+    ],
+)
+def test_mosaic_kernels_of_another_gpu_are_refused(
+    target: str, lowered_here: bool, version: tuple[int, ...], refused: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr(jax, "__version_info__", version)
+    text = module(
+        "  %p = f32[8]{0} parameter(0)\n  ROOT %k = f32[8]{0} custom-call(%p), "
+        'custom_call_target="mosaic_gpu_v2"'
+    )
+    raises = pytest.raises(ValueError, match="capability 9.0, b200x2 is 10.0: expected a function")
+    with raises if refused else nullcontext():
+        _check_mosaic(compiled(text), find_target(target), lowered_here)
+    _check_mosaic(
+        compiled(module("  ROOT %p = f32[8]{0} parameter(0)")), find_target(target), False
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "device"), [("b200x2", "the first"), ("h100x2", None), ("v5e", None)]
+)
+def test_a_step_is_lowered_for_the_devices_of_its_target(target, device, monkeypatch) -> None:
+    monkeypatch.setattr(Target, "devices", lambda self: jax.devices()[1:])
+    seen = []
+    traced = SimpleNamespace(lower=lambda: seen.append(jax.config.jax_default_device))
+    _lower(traced, find_target(target))
+    assert seen == [jax.devices()[1] if device else None]
+
+
+def test_the_devices_are_numbered_as_the_machine_does(monkeypatch) -> None:
+    """A mesh may be laid out for the links, and HLO counts along it."""
+    devices = [jax.devices()[i] for i in (2, 0, 3, 1)]
+    mesh = make_mesh(devices=devices)
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(RANKS)))
+    step = jax.jit(lambda x: x + 1).lower(x).compile()
+    assert _device_ids(step, CPU) == [2, 0, 3, 1]
+    assert _device_ids(step, replace(CPU, num_devices=8)) is None
+    pairs = "source_target_pairs={{0,1},{2,3}}"  # of devices 2 and 0, 3 and 1
+    text = parse(
+        module(
+            f"  %p = f32[2]{{0}} parameter(0)\n  ROOT %c = f32[2]{{0}} collective-permute(%p), {pairs}"
+        )
+    )
+    line = TorusLinks(dims=(4,), wraps=(False,), bandwidth=2.0, start_seconds=0.0)
+    rates = replace(RATES, links=line)
+    assert simulate(text, rates, {}).communication == 4  # neighbours, 8 bytes a link
+    # From 2 to 0 and from 3 to 1: both go from 2 to 1.
+    assert simulate(text, rates, {}, device_ids=[2, 0, 3, 1]).communication == 8
 
 
 def test_inspect_refuses_what_comes_too_late() -> None:

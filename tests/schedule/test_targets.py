@@ -8,7 +8,8 @@ import pytest
 from jax.experimental import topologies
 
 from tbo_jax.schedule import targets
-from tbo_jax.schedule.targets import find_target, list_targets
+from tbo_jax.schedule.links import NodeLinks
+from tbo_jax.schedule.targets import RateKind, find_target, list_targets
 
 GPUS, TPUS = ("a100", "b200", "h100", "h200"), ("tpu7x", "v5e", "v5p", "v6e")
 
@@ -61,6 +62,9 @@ def test_names(name: str, label: str, topology: str, devices: int) -> None:
         ("h100x8", {"link_gbps": float("nan")}, "link_gbps must be positive, got nan"),
         ("h100x8", {"nodes": 2, "node_link_gbps": -1}, "node_link_gbps must be positive, got -1"),
         ("h100x8", {"node_link_gbps": 45}, "node_link_gbps is 45, and there is one node"),
+        ("h100x8", {"collective_cores": 132}, "collective_cores must be 0 to 131, got 132"),
+        ("h100x8", {"collective_cores": -1}, "collective_cores must be 0 to 131, got -1"),
+        ("v5e", {"collective_cores": 1}, "collective_cores must be 0 to 0, got 1"),
     ],
 )
 def test_bad_names(name: str, options: dict[str, Any], error: str) -> None:
@@ -68,38 +72,64 @@ def test_bad_names(name: str, options: dict[str, Any], error: str) -> None:
         find_target(name, **options)
 
 
-def test_rates() -> None:
-    rates = find_target("h100x8").rates
-    assert rates.matmul_flops == 989e12
+def node_links(**options: Any) -> NodeLinks:
+    links = find_target("h100x8", **options).rates.links
+    assert isinstance(links, NodeLinks)
+    return links
+
+
+def test_rates_of_the_data_sheet() -> None:
+    rates = find_target("h100x8", rates="line").rates
+    assert rates.matmul_flops == rates.product_flops("bf16") == 989e12
+    assert rates.product_flops("f8") == 1979e12
+    assert rates.product_flops("f32_highest") == 67e12
+    assert rates.product_flops("f4") is None  # there are none on this chip
     assert rates.memory_bandwidth == 3352e9
-    assert rates.link_bandwidth == 450e9
     assert rates.launch_seconds == pytest.approx(2e-6)
-    assert rates.collective_seconds == pytest.approx(8e-6)
+    assert node_links(rates="line").bandwidth == 450e9
+    assert node_links(rates="line").start_seconds == pytest.approx(10e-6)
 
 
 @pytest.mark.parametrize("chip", [f"{gpu}x8" for gpu in GPUS] + list(TPUS))
 def test_every_chip_has_rates(chip: str) -> None:
-    rates = find_target(chip).rates
-    assert rates.matmul_flops > 1e14
-    assert 1e11 < rates.link_bandwidth < rates.memory_bandwidth < 1e13
-    assert 1e-7 < rates.launch_seconds < rates.collective_seconds < 1e-4
+    line, achieved = (find_target(chip, rates=kind).rates for kind in ("line", "achieved"))
+    assert line.matmul_flops > 1e14
+    for fast, real in (
+        (line.matmul_flops, achieved.matmul_flops),
+        (line.memory_bandwidth, achieved.memory_bandwidth),
+        (line.links.bandwidth, achieved.links.bandwidth),  # type: ignore[attr-defined]
+        *((line.matmul_flops_of[t], achieved.matmul_flops_of[t]) for t in line.matmul_flops_of),
+    ):
+        assert 0.5 * fast < real < fast
+    assert 1e10 < line.links.bandwidth < line.memory_bandwidth < 1e13  # type: ignore[attr-defined]
+    assert 1e-7 < line.launch_seconds < line.links.start(((0, 1),)) < 1e-4
+    for dtype in ("bf16", "f32", "f32_highest", "s8"):
+        assert line.product_flops(dtype), dtype
 
 
-def test_several_nodes_wait_for_the_slower_link() -> None:
+def test_several_nodes() -> None:
     target = find_target("h100x8", nodes=2)
     assert (target.name, target.num_devices, target.num_nodes) == ("2 nodes of h100x8", 16, 2)
     assert target.topology == "1x2x8"
-    # Of 15 parts that a device sends 8 leave the node, at 50 GB/s; the other 7 are done by then.
-    assert target.rates.link_seconds(15e9, range(16)) == pytest.approx(8 / 50)
-    # Nothing leaves the node, and everything does.
-    assert target.rates.link_seconds(7e9, range(8)) == pytest.approx(7 / 450)
-    assert target.rates.link_seconds(1e9, (3, 11)) == pytest.approx(1 / 50)
-    assert find_target("h100x8").rates.link_seconds(7e9, range(8)) == pytest.approx(7 / 450)
+    links = node_links(nodes=2, rates="line")
+    assert (links.bandwidth, links.node_bandwidth, links.devices_per_node) == (450e9, 50e9, 8)
+    assert links.node_start_seconds > links.start_seconds
 
 
-def test_the_links_can_be_given() -> None:
-    rates = find_target("h100x8", nodes=2, link_gbps=300, node_link_gbps=12.5).rates
-    assert (rates.link_bandwidth, rates.node_link_bandwidth) == (300e9, 12.5e9)
+@pytest.mark.parametrize("rates", ["line", "achieved"])
+def test_links_that_are_given_are_taken_as_they_are(rates: RateKind) -> None:
+    links = node_links(nodes=2, link_gbps=300, node_link_gbps=12.5, rates=rates)
+    assert (links.bandwidth, links.node_bandwidth) == (300e9, 12.5e9)
+
+
+def test_what_a_collective_takes_from_the_kernels_beside_it() -> None:
+    rates = find_target("h100x8", rates="line", collective_cores=33).rates
+    matrix, memory = rates.beside(link_rate=419e9)
+    assert matrix == pytest.approx(1 - 33 / 132)
+    assert memory == pytest.approx(1 - 2 * 419 / 3352)
+    assert rates.beside(0) == (matrix, 1)
+    assert rates.beside(1e15)[1] > 0  # never nothing
+    assert find_target("v5e").rates.beside(0) == (1, 1)  # no multiprocessors are taken
 
 
 @pytest.mark.parametrize("gpu", GPUS)

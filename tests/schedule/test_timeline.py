@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.hlo import parse
-from tbo_jax.schedule.targets import Rates
+from tbo_jax.schedule.links import NodeLinks
 from tbo_jax.schedule.timeline import Timeline, simulate
 
 
@@ -109,9 +109,47 @@ def test_a_transfer_can_run_beside_a_loop() -> None:
 
 
 def test_launches_and_the_start_of_a_collective_take_time() -> None:
-    rates = Rates(1e30, 8.0, 2.0, launch_seconds=0.5, collective_seconds=0.25)
+    links = NodeLinks(bandwidth=2.0, start_seconds=0.25)
+    rates = replace(RATES, launch_seconds=0.5, links=links)
     timeline = simulate(parse(program([("compute", 1), ("sync", 2)])), rates, {})
     assert (timeline.compute, timeline.communication) == (1.5, 2.25)
+
+
+def contended(ops: Sequence[Op], **changes: Any) -> Timeline:
+    """With a collective that takes half of the memory's rate from the kernels beside it."""
+    rates = replace(RATES, collective_traffic=2.0, launch_seconds=0.0, **changes)
+    return simulate(parse(program(ops)), rates, {})
+
+
+def test_a_transfer_slows_what_runs_beside_it() -> None:
+    timeline = contended([("compute", 1), ("start", "a", 3), ("compute", 5), ("done", "a")])
+    # In the 3 seconds of the transfer 1.5 of the 5 are done.
+    assert (timeline.compute, timeline.contention, timeline.step) == (7.5, 1.5, 7.5)
+    assert timeline.exposed == 0
+
+
+def test_several_transfers_and_the_gaps_between_them() -> None:
+    timeline = contended(
+        [("start", "a", 2), ("start", "b", 2), ("compute", 3), ("done", "a"), ("done", "b"),
+         ("compute", 2), ("start", "c", 2), ("compute", 1), ("done", "c")]
+    )  # fmt: skip
+    assert timeline.contention == 2 + 1
+    assert (timeline.compute, timeline.exposed) == (6 + 3, 0)
+
+
+def test_starting_kernels_is_not_slowed() -> None:
+    timeline = contended([("start", "a", 8), ("compute", 2), ("done", "a")])
+    assert timeline.contention == 2
+    rates = replace(RATES, collective_traffic=2.0, launch_seconds=3.0)
+    ops = [("start", "a", 8), ("compute", 2), ("done", "a")]
+    timeline = simulate(parse(program(ops)), rates, {})
+    assert (timeline.contention, timeline.compute) == (2, 7)
+
+
+def test_nothing_is_slower_beside_a_transfer_that_is_waited_for() -> None:
+    assert (
+        contended([("sync", 4), ("compute", 4), ("start", "a", 4), ("done", "a")]).contention == 0
+    )
 
 
 def test_a_call_with_a_collective_is_followed_into() -> None:
@@ -278,12 +316,108 @@ def test_a_chain_of_collectives_is_one_transfer() -> None:
   %s = ((f32[6]{0}), f32[12]{0}) call-start(%p), to_apply=%go
   %copy.4 = f32[4]{0} copy(%p)
   ROOT %d = f32[12]{0} call-done(%s)"""
-    rates = replace(RATES, collective_seconds=1.0)
+    rates = replace(RATES, links=NodeLinks(bandwidth=2.0, start_seconds=1.0))
     timeline = simulate(parse(module(entry, called)), rates, {})
     (transfer,) = timeline.transfers
     # 12 bytes by all-to-all, 24 by all-gather, 2 bytes a second, a second to start each.
     assert (transfer.event.kind, transfer.event.seconds) == ("all-to-all+all-gather", 20)
     assert (transfer.bytes, transfer.waited) == (36, 16)
+
+
+# As XLA:TPU (v5e) writes a transfer that goes on while a loop turns: its parts go through the
+# loop's tuple, and a kernel of the loop moves it on.
+ASYNC_PARTS = f"""%begin (s: f32[2]) -> (f32[2], f32[4], u32[]) {{
+  %s = f32[2]{{0}} parameter(0)
+  %ag.1 = f32[4]{{0}} all-gather(%s), {GROUPS}
+  ROOT %cc.1 = (f32[2]{{0}}, f32[4]{{0}}, u32[]{{:S(2)}}) custom-call(%ag.1), custom_call_target="AsyncCollectiveStart"
+}}
+
+%on (a: f32[2], b: f32[4], c: u32[], x: f32[9]) -> (f32[9], f32[2], f32[4], u32[]) {{
+  %a = f32[2]{{0}} parameter(0)
+  %b = f32[4]{{0}} parameter(1)
+  %c = u32[]{{:S(2)}} parameter(2)
+  %x = f32[9]{{0}} parameter(3)
+  %ag.2 = f32[4]{{0}} all-gather(%a), {GROUPS}
+  %y = f32[9]{{0}} negate(%x)
+  ROOT %all = (f32[9]{{0}}, f32[2]{{0}}, f32[4]{{0}}, u32[]{{:S(2)}}) tuple(%y, %a, %ag.2, %c)
+}}
+
+%end (e: f32[2], f: f32[4], g: u32[]) -> f32[4] {{
+  %e = f32[2]{{0}} parameter(0)
+  %f = f32[4]{{0}} parameter(1)
+  %g = u32[]{{:S(2)}} parameter(2)
+  %ag.3 = f32[4]{{0}} all-gather(%e), {GROUPS}
+  ROOT %cc.2 = f32[4]{{0}} custom-call(%e, %f, %ag.3, %g), custom_call_target="AsyncCollectiveDone"
+}}
+
+"""
+CARRIED = "(f32[9]{0}, f32[2]{0}, f32[4]{0}, u32[]{:S(2)})"
+ELEMENTS = """  %x.1 = f32[9]{0} get-tuple-element(%q), index=0
+  %a.1 = f32[2]{0} get-tuple-element(%q), index=1
+  %b.1 = f32[4]{0} get-tuple-element(%q), index=2
+  %c.1 = u32[]{:S(2)} get-tuple-element(%q), index=3"""
+BEFORE = f"""  %p = f32[9]{{0}} parameter(0)
+  %s.1 = f32[2]{{0}} parameter(1)
+  %start = (f32[2]{{0}}, f32[4]{{0}}, u32[]{{:S(2)}}) fusion(%s.1), kind=kCustom, calls=%begin
+  %a.2 = f32[2]{{0}} get-tuple-element(%start), index=0
+  %b.2 = f32[4]{{0}} get-tuple-element(%start), index=1
+  %c.2 = u32[]{{:S(2)}} get-tuple-element(%start), index=2
+  %init = {CARRIED} tuple(%p, %a.2, %b.2, %c.2)
+  %loop = {CARRIED} while(%init), condition=%none, body=%body, backend_config={{"known_trip_count":{{"n":"3"}}}}
+  %a.3 = f32[2]{{0}} get-tuple-element(%loop), index=1
+  %b.3 = f32[4]{{0}} get-tuple-element(%loop), index=2
+  %c.3 = u32[]{{:S(2)}} get-tuple-element(%loop), index=3
+  ROOT %done = f32[4]{{0}} fusion(%a.3, %b.3, %c.3), kind=kCustom, calls=%end"""
+
+
+@pytest.mark.parametrize("moved_on", [True, False])
+def test_a_transfer_goes_through_a_loop_once(moved_on: bool) -> None:
+    turn = f"""  %z = {CARRIED} fusion(%a.1, %b.1, %c.1, %x.1), kind=kLoop, calls=%on
+  %x.2 = f32[9]{{0}} get-tuple-element(%z), index=0
+  %a.4 = f32[2]{{0}} get-tuple-element(%z), index=1
+  %b.4 = f32[4]{{0}} get-tuple-element(%z), index=2
+  %c.4 = u32[]{{:S(2)}} get-tuple-element(%z), index=3
+  ROOT %r = {CARRIED} tuple(%x.2, %a.4, %b.4, %c.4)"""
+    if not moved_on:  # handed through
+        turn = f"""  %x.2 = f32[9]{{0}} negate(%x.1)
+  ROOT %r = {CARRIED} tuple(%x.2, %a.1, %b.1, %c.1)"""
+    body = (
+        f"%body (q: f32[9]) -> f32[9] {{\n  %q = {CARRIED} parameter(0)\n{ELEMENTS}\n{turn}\n}}\n\n"
+    )
+    timeline = run_text(module(BEFORE, ASYNC_PARTS + body))
+    (transfer,) = timeline.transfers
+    assert (transfer.event.name, transfer.bytes) == ("start", 8)
+    assert (timeline.communication, timeline.exposed) == (4, 0)
+    assert timeline.compute == pytest.approx(3 * 9)
+
+
+def test_a_turn_waits_for_what_the_turn_before_started() -> None:
+    """As a loop over layers does that gathers the next layer's weights."""
+    turn = f"""  %d.1 = f32[4]{{0}} fusion(%a.1, %b.1, %c.1), kind=kCustom, calls=%end
+  %s.2 = f32[2]{{0}} bitcast(%d.1)
+  %again = (f32[2]{{0}}, f32[4]{{0}}, u32[]{{:S(2)}}) fusion(%s.2), kind=kCustom, calls=%begin
+  %x.2 = f32[9]{{0}} negate(%x.1)
+  %a.4 = f32[2]{{0}} get-tuple-element(%again), index=0
+  %b.4 = f32[4]{{0}} get-tuple-element(%again), index=1
+  %c.4 = u32[]{{:S(2)}} get-tuple-element(%again), index=2
+  ROOT %r = {CARRIED} tuple(%x.2, %a.4, %b.4, %c.4)"""
+    body = (
+        f"%body (q: f32[9]) -> f32[9] {{\n  %q = {CARRIED} parameter(0)\n{ELEMENTS}\n{turn}\n}}\n\n"
+    )
+    timeline = run_text(module(BEFORE, ASYNC_PARTS + body))
+    assert [t.event.name for t in timeline.transfers] == ["start", "again", "again", "again"]
+    assert timeline.compute == pytest.approx(3 * 9)
+    # The first is waited for at once; each other one runs beside the 9 seconds of its turn.
+    assert [t.waited for t in timeline.transfers] == [4, 0, 0, 0]
+
+
+def test_an_end_without_a_start_is_an_error() -> None:
+    entry = """  %p = f32[2]{0} parameter(0)
+  %b.2 = f32[4]{0} parameter(1)
+  %c.2 = u32[]{:S(2)} parameter(2)
+  ROOT %done = f32[4]{0} fusion(%p, %b.2, %c.2), kind=kCustom, calls=%end"""
+    with pytest.raises(ValueError, match="done in main ends what nothing started"):
+        run_text(module(entry, ASYNC_PARTS))
 
 
 def test_sparsecore_takes_the_operands_with_an_update() -> None:
