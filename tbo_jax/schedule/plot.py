@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tbo_jax.schedule.colours import EXPOSED, NO_SCOPE, colour_of
 from tbo_jax.schedule.scopes import Scope, find_scope
 from tbo_jax.schedule.timeline import Event, Lane, Timeline
 from tbo_jax.schedule.trace import Span, middle_layers, short_name, stage_spans
 
-_COLOURS = ("#9ecae9", "#ffc685", "#a8dba0", "#d7b8ea", "#f5b7c8", "#e3d37c")  # of micro-batches
-_NO_SCOPE, _EXPOSED, _INK = "#d4d4d4", "#d0021b", "#222222"
+_INK = "#222222"
 _FONT = 7.5  # points, as all lengths here
 _GLYPH = 0.57 * _FONT  # the mean width of a letter
 _WIDTH, _LEFT, _RIGHT, _HEAD, _FOOT = 900.0, 56.0, 20.0, 44.0, 38.0  # the picture and its margins
@@ -136,9 +136,9 @@ def _legend(views: Sequence[_View]) -> list[Any]:
 
     scopes = [find_scope(event.op_name) for view in views for event in view.timeline.events]
     numbers = sorted({scope.micro_batch for scope in scopes if scope is not None})
-    patches = [Patch(color=_colour(n), label=f"micro-batch {n}") for n in numbers]
-    patches.append(Patch(color=_NO_SCOPE, label="outside the stages"))
-    style: dict[str, Any] = {"facecolor": "white", "edgecolor": _EXPOSED, "hatch": "/////"}
+    patches = [Patch(color=colour_of(n), label=f"micro-batch {n}") for n in numbers]
+    patches.append(Patch(color=NO_SCOPE, label="outside the stages"))
+    style: dict[str, Any] = {"facecolor": "white", "edgecolor": EXPOSED, "hatch": "/////"}
     return [*patches, Patch(**style, label="exposed: compute waits for the link")]
 
 
@@ -185,7 +185,7 @@ class _Row:
 
     def _stage(self, lane: Lane, extent: Span | Event, scope: Scope) -> bool:
         start, end = extent.start, extent.end
-        self._box(lane, start, end, color=_colour(scope.micro_batch), linewidth=0)
+        self._box(lane, start, end, color=colour_of(scope.micro_batch), linewidth=0)
         self._box(lane, start, end, edgecolor=_INK, facecolor="none", linewidth=0.6, zorder=2)
         layer = "" if scope.index is None else f"layer {scope.index}"
         wrapped = scope.label.replace("_and_", "\nand_")
@@ -193,15 +193,15 @@ class _Row:
         return self._label(lane, start, end, [*texts, scope.label, f"{wrapped}\n{layer}", wrapped])
 
     def _outside(self, event: Event) -> bool:
-        self._box(event.lane, event.start, event.end, color=_NO_SCOPE, linewidth=0)
+        self._box(event.lane, event.start, event.end, color=NO_SCOPE, linewidth=0)
         return self._label(event.lane, event.start, event.end, [short_name(event)])
 
     def _exposed(self, start: float, end: float) -> bool:
-        edge: dict[str, Any] = {"edgecolor": _EXPOSED, "linewidth": 1.1, "zorder": 2.5}
+        edge: dict[str, Any] = {"edgecolor": EXPOSED, "linewidth": 1.1, "zorder": 2.5}
         self._box("compute", start, end, facecolor="white", hatch="/////", **edge)
         self._box("link", start, end, facecolor="none", **edge)
         texts = [f"exposed{between}{_time(end - start)}" for between in (" ", "\n")]
-        style = {"color": _EXPOSED, "bbox": {"color": "white", "pad": 0.8}}
+        style = {"color": EXPOSED, "bbox": {"color": "white", "pad": 0.8}}
         return self._label("compute", start, end, texts, **style)
 
     def _box(self, lane: Lane, start: float, end: float, **style: Any) -> None:
@@ -231,16 +231,12 @@ class _Row:
         room = (end - start) * self.points
         fitting = [line for line in lines if _width(line) <= room - 6]
         if fitting and self.view.start < start <= self.view.end:
-            colour = _EXPOSED if "exposed" in fitting[-1] else _INK
+            colour = EXPOSED if "exposed" in fitting[-1] else _INK
             self._write(start + 3 / self.points, "link", "\n".join(fitting), color=colour)
 
     def _write(self, when: float, lane: Lane, text: str, **style: Any) -> None:
         middle = _LANES[lane] + _LANE / 2
         self.axes.text((when - self.view.start) * 1e6, middle, text, va="center", **style)
-
-
-def _colour(micro_batch: int) -> str:
-    return _COLOURS[micro_batch % len(_COLOURS)]
 
 
 def _width(text: str) -> float:
