@@ -31,6 +31,7 @@ from tbo_jax.schedule.compare import (
     read_report,
 )
 from tbo_jax.schedule.model_step import Phase, StepShape, inspect_model, list_presets, read_shape
+from tbo_jax.schedule.page import facts_of, write_page
 from tbo_jax.schedule.report import ScheduleReport
 from tbo_jax.schedule.table import print_changes, print_report
 from tbo_jax.schedule.targets import RateKind, Target, find_target, list_targets
@@ -88,6 +89,8 @@ class Arguments:
     """Write a Chrome trace here, for ui.perfetto.dev."""
     plot: Path | None = None
     """Draw the two lanes here, .png or .svg; needs the extra "plot"."""
+    html: Path | None = None
+    """Write a page here to look at the lanes, figures and findings in a browser."""
     against: Path | None = None
     """A report that --json wrote: print what changed, and exit with 1 if something got worse."""
     tolerance: float = TOLERANCE
@@ -118,7 +121,7 @@ def run(args: Arguments) -> list[Change]:
         from tbo_jax.schedule.plot import check_path
 
         check_path(args.plot)
-    for option, path in {"json": args.json, "trace": args.trace}.items():
+    for option, path in {"json": args.json, "trace": args.trace, "html": args.html}.items():
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"--{option} {path}: {path.parent} is no folder")
     before = None if args.against is None else read_report(args.against)
@@ -209,6 +212,9 @@ def write_files(
         from tbo_jax.schedule.plot import plot
 
         plot(args.plot, timelines, title=title)
+    if args.html is not None:
+        left_out = read_shape(args.config).num_layers - values["setting"]["layers"]
+        write_page(args.html, title, reports, facts_of(values), left_out)
     if args.dump_hlo is not None:
         args.dump_hlo.mkdir(parents=True, exist_ok=True)
         for r in reports:
