@@ -113,7 +113,7 @@ class _Program:
     def __init__(self, report: ScheduleReport):
         self.report = report
         self.transfers = {transfer.event: transfer for transfer in report.timeline.transfers}
-        self.reasons = {c.name: c.reason for c in report.collectives}
+        self.collectives = {c.name: c for c in report.collectives}
         self.places: dict[str, Place] = {}  # of the first event of an instruction
         self.longest: dict[str, tuple[float, Place]] = {}  # of a collective: its longest wait
         self.kinds: dict[tuple[str, ...], int] = {}  # numbers of what is said of events
@@ -172,12 +172,14 @@ class _Program:
 
     def _transfer(self, transfer: Transfer) -> dict[str, Any]:
         exposed = _us_of(transfer.waited)
+        collective = self.collectives[transfer.event.name]
+        turn = "in its last turn: " if collective.turns > 1 and collective.reason else ""
         return {
             "kind": transfer.event.kind,
             "sent": _mb(transfer.bytes),
             "hidden": _us_of(transfer.hidden),
             "exposed": exposed,
-            "reason": self.reasons[transfer.event.name] if exposed else "",
+            "reason": turn + collective.reason if exposed else "",
             "beside": [[name, _us_of(s)] for name, s in transfer.beside[:MOST_BESIDE]],
             "more": max(0, len(transfer.beside) - MOST_BESIDE),
         }

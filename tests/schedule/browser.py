@@ -33,7 +33,7 @@ def find_chromium() -> str | None:
 class Browser:
     """One tab. `errors` and `requests` hold what the page logged or threw, and what it fetched."""
 
-    def __init__(self, chromium: str, profile: Path, width: int = 1200, height: int = 900):
+    def __init__(self, chromium: str, profile: Path, width: int = 1200, height: int = 700):
         ours, theirs = os.pipe(), os.pipe()
         self.errors: list[Any] = []
         self.requests: list[str] = []

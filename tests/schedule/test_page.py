@@ -164,9 +164,13 @@ def test_a_collective_of_a_loop_leads_to_its_longest_wait(tmp_path: Path) -> Non
     turns = [i for i, e in enumerate(link) if e.name == looped.name]
     waited[link[turns[1]]] = replace(waited[link[turns[1]]], waited=5 * US)
     report.timeline.transfers[:] = waited.values()
+    collectives = [replace(c, reason="busy") if c == looped else c for c in report.collectives]
+    report = replace(report, collectives=tuple(collectives))
     page = written(tmp_path, [report])
     jumps = [button for button in page.of("button") if button.get("data-lane") == "link"]
     assert jumps[number]["data-number"] == str(turns[1])
+    drawn = page.data["programs"][0]["lanes"]["link"]
+    assert [drawn[i][3]["reason"] for i in turns] == ["", "in its last turn: busy"]
 
 
 def test_nothing_is_fetched(tmp_path: Path) -> None:
@@ -344,6 +348,9 @@ def test_hovering_says_what_an_event_is(tab: Browser) -> None:
         value, unit = found[term].split()
         assert unit == "µs" and float(value) == pytest.approx(seconds / US, rel=2e-3, abs=2e-3)
     assert not tab.value("tip.classList.contains('pinned')")
+    box = "(({top, bottom}) => [top, bottom])(tip.getBoundingClientRect())"
+    top, bottom = tab.value(box)
+    assert 0 <= top < bottom < point(tab, 1, "link", number)[1]  # below is no room in the window
     x, y = point(tab, 1, "link", number)
     above = tab.value("rowOf(1, 'compute').top - rowOf(1, 'link').top")
     tab.mouse("mouseMoved", x, y + above)  # where compute waits for it
@@ -390,6 +397,7 @@ def test_a_click_pins_until_another(tab: Browser) -> None:
     tab.click(*point(tab, 0, "link", 0))
     found = tip(tab)
     assert found is not None and found["kind"] == "all-to-all"
+    assert tab.value("tip.getBoundingClientRect().top") > point(tab, 0, "link", 0)[1]
 
 
 def test_keys_walk_along_the_lanes(tab: Browser) -> None:
@@ -442,10 +450,21 @@ def test_a_long_step_is_drawn_with_a_box_for_each_pixel_at_most(long_tab: Browse
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_schemes_are_readable(tab: Browser, scheme: str) -> None:
-    feature = {"name": "prefers-color-scheme", "value": scheme}
-    tab.call("Emulation.setEmulatedMedia", features=[feature])
+    def prefer(scheme: str) -> None:
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        tab.call("Emulation.setEmulatedMedia", features=[feature])
+
+    prefer({"light": "dark", "dark": "light"}[scheme])
     tab.value("document.querySelector('table .jump').click()")
     settle(tab)
+    tab.value("""(() => {
+        const write = pen.fillText;
+        pen.fillText = (text, ...place) => {
+            if (text === headings[0].text) window.ink = pen.fillStyle;
+            write.call(pen, text, ...place);
+        };
+    })()""")
+    prefer(scheme)
 
     def brightness(element: str, colour: str) -> float:
         text = tab.value(f"getComputedStyle({element}).{colour}")
@@ -455,7 +474,5 @@ def test_both_schemes_are_readable(tab: Browser, scheme: str) -> None:
                            "document.querySelector('.quiet')": "document.body"}.items():  # fmt: skip
         contrast = brightness(element, "color") - brightness(paper, "backgroundColor")
         assert (contrast > 0.4) if scheme == "dark" else (contrast < -0.4)
-    # The name of a program, on the canvas.
-    inks = tab.value("""[...pen.getImageData(0, AXIS, 300, HEADING).data]
-        .filter((_, i, all) => i % 4 === 0 && all[i + 3] > 200)""")
-    assert (max(inks) > 225, min(inks) < 50) == (scheme == "dark", scheme == "light")
+    ink = {"light": "#222222", "dark": "#e6e6e6"}[scheme]
+    tab.wait_for(f"window.ink === '{ink}'")  # the canvas is drawn anew

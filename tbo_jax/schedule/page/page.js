@@ -133,7 +133,9 @@ function drawRow(row, quiet) {
     pen.fillStyle = event.colour;
     // A gap between neighbours, where there is room for one.
     pen.fillRect(left, row.top, size > 3 ? size - 1 : size, row.height);
-    label(event.label, left, size, middle, "#222222"); // on a light colour, in both schemes
+    // Of a kernel the operation: its stage stands above it. On a light colour, in both schemes.
+    const text = row.lane === "compute" ? event.label.split("/").pop() : event.label;
+    label(text, left, size, middle, "#222222");
     if (event.transfer?.exposed) {
       pen.fillStyle = data.exposed;
       const from = Math.max(left, xOf(event.end - event.transfer.exposed));
@@ -247,7 +249,7 @@ function facts(event) {
   return found;
 }
 
-// Below the row of what it describes, within the canvas.
+// Below the row of what it describes, or above it where that is off the window.
 function placeTip() {
   const event = pinned || hovered;
   if (!event) return;
@@ -255,7 +257,10 @@ function placeTip() {
     + Math.min(event.end, view.start + view.length)) / 2);
   const left = Math.max(0, Math.min(pointer + 12, width - tip.offsetWidth));
   tip.style.left = `${left}px`;
-  tip.style.top = `${event.row.top + event.row.height + 6}px`;
+  const below = event.row.top + event.row.height + 6, above = event.row.top - tip.offsetHeight - 6;
+  const top = canvas.getBoundingClientRect().top;
+  const low = top + below + tip.offsetHeight > window.innerHeight && top + above >= 0;
+  tip.style.top = `${low ? above : below}px`;
 }
 
 // The event within two pixels of a point, or the message that compute waits for there.
