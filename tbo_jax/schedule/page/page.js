@@ -281,12 +281,14 @@ function hit(x, y) {
 function walk(rowsBy, eventsBy) {
   if (!pinned) {
     const first = rows.find((row) => row.events.length);
-    return pin(first.events[Math.min(firstEndingAfter(first.events, view.start), first.events.length - 1)]);
+    const seen = firstEndingAfter(first.events, view.start);
+    return pin(first.events[Math.min(seen, first.events.length - 1)]);
   }
   const filled = rows.filter((row) => row.events.length);
   const row = filled[filled.indexOf(pinned.row) + rowsBy];
   if (!row) return;
-  const at = rowsBy ? firstEndingAfter(row.events, pinned.start) : row.events.indexOf(pinned) + eventsBy;
+  const at = rowsBy
+    ? firstEndingAfter(row.events, pinned.start) : row.events.indexOf(pinned) + eventsBy;
   const next = row.events[Math.min(row.events.length - 1, Math.max(0, at))];
   pin(next);
   if (next.end < view.start || next.start > view.start + view.length) {
