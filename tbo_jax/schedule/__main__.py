@@ -172,7 +172,7 @@ def run(args: Arguments) -> list[Change]:
     if before is not None:
         changes = compare(before, values, args.tolerance)
         print_changes(changes, before, values)
-    write_files(args, title, values, reports)
+    write_files(args, title, values, target, reports)
     return changes
 
 
@@ -197,7 +197,11 @@ def as_json(
 
 
 def write_files(
-    args: Arguments, title: str, values: Mapping[str, Any], reports: list[ScheduleReport]
+    args: Arguments,
+    title: str,
+    values: Mapping[str, Any],
+    target: Target,
+    reports: list[ScheduleReport],
 ) -> None:
     """Whatever the command line asks for beside the table; `values` are for `--json`."""
     timelines = {
@@ -214,7 +218,7 @@ def write_files(
         plot(args.plot, timelines, title=title)
     if args.html is not None:
         left_out = read_shape(args.config).num_layers - values["setting"]["layers"]
-        write_page(args.html, title, reports, facts_of(values), left_out)
+        write_page(args.html, title, reports, facts_of(values, target), left_out)
     if args.dump_hlo is not None:
         args.dump_hlo.mkdir(parents=True, exist_ok=True)
         for r in reports:

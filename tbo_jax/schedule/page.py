@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -21,7 +20,17 @@ from tbo_jax.schedule.audit import Finding
 from tbo_jax.schedule.colours import EXPOSED, NO_SCOPE, colour_of
 from tbo_jax.schedule.report import CollectiveReport, ScheduleReport
 from tbo_jax.schedule.scopes import Scope, find_scope
-from tbo_jax.schedule.table import _beside, _label, _mb, _ms, _name, _notes, _summary, _us
+from tbo_jax.schedule.table import (
+    beside_text,
+    collective_label,
+    megabytes,
+    microseconds,
+    milliseconds,
+    notes_of,
+    program_name,
+    summary_table,
+)
+from tbo_jax.schedule.targets import Target
 from tbo_jax.schedule.timeline import Event, Transfer
 from tbo_jax.schedule.trace import short_name, stage_spans
 
@@ -58,7 +67,7 @@ def write_page(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    table = _summary(reports, layers_left_out)
+    table = summary_table(reports, layers_left_out)
     page = environment.from_string(_part("page.html")).render(
         title=title,
         facts=facts or {},
@@ -78,16 +87,11 @@ def write_page(
     Path(path).write_text(page, encoding="utf-8")
 
 
-def facts_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """The setting, rates and versions of what `--json` writes, as people read them."""
-    rates = values["rates"]
-    links = f"{rates['link_bandwidth'] / 1e9:.0f} GB/s of link a device"
-    if math.isfinite(rates["node_link_bandwidth"]):
-        links += f" in a node, {rates['node_link_bandwidth'] / 1e9:.0f} between nodes"
+def facts_of(values: Mapping[str, Any], target: Target) -> dict[str, str]:
+    """The setting, prices and versions of what `--json` writes, as people read them."""
     return {
         **{name.replace("_", " "): str(value) for name, value in values["setting"].items()},
-        "rates": f"{rates['matmul_flops'] / 1e12:.0f} TFLOP/s, "
-        f"{rates['memory_bandwidth'] / 1e9:.0f} GB/s of memory, {links}",
+        "prices": target.rates.describe(),
         "versions": ", ".join(f"{name} {version}" for name, version in values["versions"].items()),
     }
 
@@ -129,8 +133,8 @@ class _Program:
         keys = ("label", "instruction", "scope", "source", "colour")
         report = self.report
         return {
-            "heading": f"{_name(report)}: step {_ms(report.step)}, communication "
-            f"{_ms(report.communication)}, exposed {_ms(report.exposed)}",
+            "heading": f"{program_name(report)}: step {milliseconds(report.step)}, communication "
+            f"{milliseconds(report.communication)}, exposed {milliseconds(report.exposed)}",
             "step": _us_of(report.step),
             "kinds": [dict(zip(keys, kind, strict=True)) for kind in self.kinds],
             "lanes": self.drawn,
@@ -138,10 +142,9 @@ class _Program:
 
     def text(self, layers_left_out: int) -> dict[str, Any]:
         """What stands below the lanes."""
-        lines = _notes(self.report, layers_left_out)
         return {
-            "name": _name(self.report),
-            "notes": [line for line in lines if not line.startswith("finding:")],
+            "name": program_name(self.report),
+            "notes": notes_of(self.report, layers_left_out),
             "findings": [self._finding(finding) for finding in self.report.findings],
             "collectives": [self._collective(c) for c in self.report.collectives],
         }
@@ -176,7 +179,7 @@ class _Program:
         turn = "in its last turn: " if collective.turns > 1 and collective.reason else ""
         return {
             "kind": transfer.event.kind,
-            "sent": _mb(transfer.bytes),
+            "sent": megabytes(transfer.bytes),
             "hidden": _us_of(transfer.hidden),
             "exposed": exposed,
             "reason": turn + collective.reason if exposed else "",
@@ -187,7 +190,7 @@ class _Program:
     def _finding(self, finding: Finding) -> dict[str, Any]:
         return {
             "kind": finding.kind,
-            "size": _mb(finding.bytes),
+            "size": megabytes(finding.bytes),
             "instruction": finding.instruction,
             "source": finding.source or finding.op_name or "unknown place",
             "place": self.places.get(finding.instruction),
@@ -196,10 +199,10 @@ class _Program:
     def _collective(self, collective: CollectiveReport) -> dict[str, Any]:
         seconds = (collective.seconds, collective.hidden, collective.exposed)
         return {
-            "label": _label(collective),
-            "figures": [_mb(collective.bytes), *map(_us, seconds)],
+            "label": collective_label(collective),
+            "figures": [megabytes(collective.bytes), *map(microseconds, seconds)],
             "exposed": bool(collective.reason),
-            "beside": collective.reason or _beside(collective),
+            "beside": collective.reason or beside_text(collective),
             "source": collective.source,
             "place": self.longest[collective.name][1],
         }

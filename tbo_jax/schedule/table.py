@@ -27,17 +27,13 @@ def print_report(
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
-    rates = target.rates
     console.print(title)
-    console.print(
-        f"Times are modelled: XLA's order, priced at {rates.matmul_flops / 1e12:.0f} TFLOP/s, "
-        f"{rates.memory_bandwidth / 1e9:.0f} GB/s of memory and {rates.links.describe()}.\n"
-    )
-    console.print(_summary(reports, layers_left_out))
+    console.print(f"Times are modelled: XLA's order, priced at {target.rates.describe()}.\n")
+    console.print(summary_table(reports, layers_left_out))
     for report in reports:
-        console.print(f"\n{_name(report)}: collectives of a layer")
-        console.print(_collectives(report))
-        for line in _notes(report, layers_left_out):
+        console.print(f"\n{program_name(report)}: collectives of a layer")
+        console.print(_collective_table(report))
+        for line in (*finding_lines(report), *notes_of(report, layers_left_out)):
             console.print(line)
 
 
@@ -66,12 +62,12 @@ def print_changes(
     console.print(table)
 
 
-def _name(report: ScheduleReport) -> str:
+def program_name(report: ScheduleReport) -> str:
     return f"{report.micro_batches} micro-batch" + ("es" if report.micro_batches > 1 else "")
 
 
-def _summary(reports: Sequence[ScheduleReport], layers_left_out: int) -> Table:
-    table = Table("", *[_name(r) for r in reports], box=None, pad_edge=False)
+def summary_table(reports: Sequence[ScheduleReport], layers_left_out: int) -> Table:
+    table = Table("", *[program_name(r) for r in reports], box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     first = reports[0].step
@@ -79,35 +75,35 @@ def _summary(reports: Sequence[ScheduleReport], layers_left_out: int) -> Table:
     def row(name: str, values: Sequence[str]) -> None:
         table.add_row(name, *values)
 
-    row("step", [_ms(r.step) for r in reports])
+    row("step", [milliseconds(r.step) for r in reports])
     layer = [layer_seconds(r.timeline) for r in reports]
     if layers_left_out and None not in layer:
         whole = [r.step + layers_left_out * (t or 0) for r, t in zip(reports, layer, strict=True)]
-        row("  of all layers, extrapolated", [_ms(seconds) for seconds in whole])
-    row("compute", [_ms(r.compute) for r in reports])
-    row("  slower beside communication", [_ms(r.contention) for r in reports])
-    row("communication", [_ms(r.communication) for r in reports])
+        row("  of all layers, extrapolated", [milliseconds(seconds) for seconds in whole])
+    row("compute", [milliseconds(r.compute) for r in reports])
+    row("  slower beside communication", [milliseconds(r.contention) for r in reports])
+    row("communication", [milliseconds(r.communication) for r in reports])
     row("  hidden", [f"{r.hidden_share:.1%}" for r in reports])
-    row("  exposed", [_ms(r.exposed) for r in reports])
+    row("  exposed", [milliseconds(r.exposed) for r in reports])
     passes = [r.hidden_by_pass() for r in reports]
     for name in passes[0] if all(passes) else ():
         label = f"  of {name}" + (" over ranks" if name == "sums" else "")
         row(label, [_hidden(*p[name]) for p in passes])
-    row(f"speed-up over {_name(reports[0])}", [f"{first / r.step:.3f}" for r in reports])
+    row(f"speed-up over {program_name(reports[0])}", [f"{first / r.step:.3f}" for r in reports])
     row("  if all were hidden", [f"{r.ceiling(first):.3f}" for r in reports])
-    row("memory traffic", [_mb(r.memory_bytes) for r in reports])
-    row("sent a device", [_mb(r.sent_bytes) for r in reports])
+    row("memory traffic", [megabytes(r.memory_bytes) for r in reports])
+    row("sent a device", [megabytes(r.sent_bytes) for r in reports])
     row("memory of a device", [_needed(r, 0) for r in reports])
     if layers_left_out:
         row("  of all layers, extrapolated", [_needed(r, layers_left_out) for r in reports])
-    row("  temporary", [_mb(r.temporary_bytes) for r in reports])
-    row("updated in place (aliased)", [_mb(r.aliased_bytes) for r in reports])
+    row("  temporary", [megabytes(r.temporary_bytes) for r in reports])
+    row("updated in place (aliased)", [megabytes(r.aliased_bytes) for r in reports])
     row("findings", [str(len(r.findings)) for r in reports])
     row("compiled in (measured)", [f"{r.compile_seconds:.1f} s" for r in reports])
     return table
 
 
-def _collectives(report: ScheduleReport) -> Table:
+def _collective_table(report: ScheduleReport) -> Table:
     table = Table("collective", "sent", "time", "hidden", "exposed", "beside it", box=None)
     for column in table.columns[1:5]:
         column.justify = "right"
@@ -115,28 +111,29 @@ def _collectives(report: ScheduleReport) -> Table:
     others = [c for c in report.collectives if c not in body and c.exposed > 1e-9]
     for collective in [*body, *others]:
         table.add_row(
-            _label(collective),
-            _mb(collective.bytes),
-            _us(collective.seconds),
-            _us(collective.hidden),
-            _us(collective.exposed),
-            collective.reason or _beside(collective),
+            collective_label(collective),
+            megabytes(collective.bytes),
+            microseconds(collective.seconds),
+            microseconds(collective.hidden),
+            microseconds(collective.exposed),
+            collective.reason or beside_text(collective),
         )
     return table
 
 
-def _label(collective: CollectiveReport) -> str:
+def collective_label(collective: CollectiveReport) -> str:
     turns = f" x{collective.turns}" if collective.turns > 1 else ""
     return f"{collective.scope or collective.name} ({collective.kind}{turns})"
 
 
-def _beside(collective: CollectiveReport) -> str:
-    named = [f"{name} {_us(seconds)}" for name, seconds in collective.beside[:3]]
+def beside_text(collective: CollectiveReport) -> str:
+    named = [f"{name} {microseconds(seconds)}" for name, seconds in collective.beside[:3]]
     more = len(collective.beside) - len(named)
     return ", ".join(named) + (f" and {more} more" if more > 0 else "")
 
 
-def _notes(report: ScheduleReport, layers_left_out: int) -> list[str]:
+def finding_lines(report: ScheduleReport) -> list[str]:
+    """The findings, those of a kind and place together."""
     lines = []
     grouped: dict[tuple[str, str], list[int]] = {}
     for finding in report.findings:
@@ -144,11 +141,17 @@ def _notes(report: ScheduleReport, layers_left_out: int) -> list[str]:
     for (kind, source), sizes in list(grouped.items())[:MOST_FINDINGS]:
         first = next(f for f in report.findings if (f.kind, f.source) == (kind, source))
         lines.append(
-            f"finding: {kind}, {len(sizes)} x {_mb(max(sizes))}: {first.instruction} "
+            f"finding: {kind}, {len(sizes)} x {megabytes(max(sizes))}: {first.instruction} "
             f"({source or first.op_name})"
         )
     if len(grouped) > MOST_FINDINGS:
         lines.append(f"finding: and {len(grouped) - MOST_FINDINGS} more places (--json has all)")
+    return lines
+
+
+def notes_of(report: ScheduleReport, layers_left_out: int) -> list[str]:
+    """What else is to be known of a program."""
+    lines = []
     if report.memory is not None and not report.fits(layers_left_out):
         needed = f"{report.needed_with(layers_left_out) / 1e9:.1f} GB"
         of_all = " with all layers" if layers_left_out else ""
@@ -174,26 +177,26 @@ def _needed(report: ScheduleReport, layers_left_out: int) -> str:
 
 
 def _hidden(seconds: float, hidden: float) -> str:
-    return f"{_ms(seconds)}, {hidden / seconds if seconds else 1:.1%} hidden"
+    return f"{milliseconds(seconds)}, {hidden / seconds if seconds else 1:.1%} hidden"
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
-def _us(seconds: float) -> str:
+def microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
-def _mb(size: float) -> str:
+def megabytes(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
 _SHOWN: dict[str, Callable[[float], str]] = {
-    "step": _ms,
-    "exposed": _ms,
+    "step": milliseconds,
+    "exposed": milliseconds,
     "hidden_share": "{:.1%}".format,
-    "sent_bytes": _mb,
-    "memory_bytes": _mb,
-    "needed_bytes": _mb,
+    "sent_bytes": megabytes,
+    "memory_bytes": megabytes,
+    "needed_bytes": megabytes,
 }

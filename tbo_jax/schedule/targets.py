@@ -43,6 +43,13 @@ class Rates:
         """Operations per second of products of a type; None if that is not known."""
         return self.matmul_flops if dtype == "bf16" else self.matmul_flops_of.get(dtype)
 
+    def describe(self) -> str:
+        """The prices in a few words."""
+        return (
+            f"{self.matmul_flops / 1e12:.0f} TFLOP/s, {self.memory_bandwidth / 1e9:.0f} GB/s of "
+            f"memory and {self.links.describe()}"
+        )
+
     def beside(self, link_rate: float) -> tuple[float, float]:
         """Shares of the matrix units and of the memory that are left beside a collective.
 

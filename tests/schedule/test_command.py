@@ -149,7 +149,7 @@ def test_files(tmp_path: Path) -> None:
     )  # fmt: skip
     target = find_target("h100x8")
     values = as_json("title", setting_of(args, target, 2), target, reports)
-    write_files(args, "title", values, reports)
+    write_files(args, "title", values, target, reports)
     written = json.loads((tmp_path / "r.json").read_text())
     assert written["reports"][0]["micro_batches"] == 2
     assert written["schema"] == SCHEMA

@@ -201,21 +201,22 @@ def test_nothing_to_show_is_refused(tmp_path: Path, events: list[int]) -> None:
 
 def test_facts_are_the_setting_the_rates_and_the_versions() -> None:
     args = Arguments(phase="prefill", tokens=512)
-    target = find_target("h100x8")
-    facts = facts_of(as_json("", setting_of(args, target, 4), target, []))
+    target = find_target("h100x8", rates="line")
+    facts = facts_of(as_json("", setting_of(args, target, 4), target, []), target)
     assert facts["phase"] == "prefill" and facts["tokens"] == "512" and facts["layers"] == "4"
     assert facts["transport"] == "all_to_all" and facts["target"] == "h100x8"
-    assert facts["rates"] == "989 TFLOP/s, 3352 GB/s of memory, 450 GB/s of link a device"
+    assert facts["prices"] == "989 TFLOP/s, 3352 GB/s of memory and 450 GB/s of link a device"
     assert re.fullmatch(r"tbo_jax \S+, jax \S+, jaxlib \S+", facts["versions"])
     target = find_target("h100x8", nodes=2, node_link_gbps=45)
-    facts = facts_of(as_json("", setting_of(args, target, 4), target, []))
-    assert facts["rates"].endswith("of link a device in a node, 45 between nodes")
+    facts = facts_of(as_json("", setting_of(args, target, 4), target, []), target)
+    assert facts["prices"].endswith("of link a device in a node, 45 between nodes")
 
 
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
     args = Arguments(html=tmp_path / "page.html")
     reports, target = two_reports(), find_target("h100x8")
-    write_files(args, "A title", as_json("", setting_of(args, target, 2), target, reports), reports)
+    values = as_json("", setting_of(args, target, 2), target, reports)
+    write_files(args, "A title", values, target, reports)
     page = Reader((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert {"A title", "decode", "256", "of all layers, extrapolated"} <= set(page.texts)
 
