@@ -191,7 +191,7 @@ class _Simulation:
         if seconds:
             instruction = self.program.instruction(step.start)
             end = self._finished(seconds, work)
-            self.timeline.contention += end - self.now - seconds
+            self.timeline.contention += max(0.0, end - self.now - seconds)
             self._event("compute", instruction, instruction.op_name, self.now, end)
             self.now = end
 
