@@ -30,8 +30,11 @@ from tbo_jax.schedule.compare import (
     compare,
     read_report,
 )
+from tbo_jax.schedule.measured import MeasuredReport, measure_steps
+from tbo_jax.schedule.measured_table import print_measured, timelines_of
 from tbo_jax.schedule.model_step import Phase, StepShape, inspect_model, list_presets, read_shape
 from tbo_jax.schedule.page import facts_of, write_page
+from tbo_jax.schedule.profile import read_profile
 from tbo_jax.schedule.report import ScheduleReport
 from tbo_jax.schedule.table import print_changes, print_report
 from tbo_jax.schedule.targets import RateKind, Target, find_target, list_targets
@@ -91,6 +94,8 @@ class Arguments:
     """Draw the two lanes here, .png or .svg; needs the extra "plot"."""
     html: Path | None = None
     """Write a page here to look at the lanes, figures and findings in a browser."""
+    profile: Path | None = None
+    """A folder of jax.profiler.trace, of this step on a real machine: what was measured, too."""
     against: Path | None = None
     """A report that --json wrote: print what changed, and exit with 1 if something got worse."""
     tolerance: float = TOLERANCE
@@ -125,6 +130,7 @@ def run(args: Arguments) -> list[Change]:
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"--{option} {path}: {path.parent} is no folder")
     before = None if args.against is None else read_report(args.against)
+    profile = None if args.profile is None else read_profile(args.profile)
     target = find_target(
         args.target,
         nodes=args.nodes,
@@ -168,11 +174,18 @@ def run(args: Arguments) -> list[Change]:
     )
     print_report(title, reports, target, whole.num_layers - layers)
     values = as_json(title, setting, target, reports)
+    measured: dict[int, MeasuredReport] = {}
+    if args.profile is not None and profile is not None:
+        modelled = {r.micro_batches: r for r in reports}
+        texts = {count: r.hlo for count, r in modelled.items()}
+        measured = measure_steps(args.profile, profile, texts)
+        print_measured(measured, modelled, profile.note)
+        values["measured"] = [m.to_json() for m in measured.values()]
     changes: list[Change] = []
     if before is not None:
         changes = compare(before, values, args.tolerance)
         print_changes(changes, before, values)
-    write_files(args, title, values, target, reports)
+    write_files(args, title, values, target, reports, measured)
     return changes
 
 
@@ -202,12 +215,13 @@ def write_files(
     values: Mapping[str, Any],
     target: Target,
     reports: list[ScheduleReport],
+    measured: Mapping[int, MeasuredReport] | None = None,
 ) -> None:
     """Whatever the command line asks for beside the table; `values` are for `--json`."""
     timelines = {
         f"{r.micro_batches} micro-batch{'es' if r.micro_batches > 1 else ''}": r.timeline
         for r in reports
-    }
+    } | timelines_of((measured or {}).values())
     if args.json is not None:
         args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if args.trace is not None:
