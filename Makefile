@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 MODEL ?= examples/kjv-moe
 
-.PHONY: help decode test test-slow test-all check docs format train bench bench-gpu pictures clean
+.PHONY: help decode test test-slow test-all check docs format train bench bench-gpu measure pictures clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,6 +64,11 @@ bench: $(VENV)/.base  ## time decoding; MODEL=DIR for a checkpoint
 bench-gpu: $(VENV)/.base  ## time kernels and decode step on one NVIDIA GPU (ten minutes at most)
 	$(BIN)/python -m pip install --quiet --editable '.[cuda12]'
 	$(BIN)/python benchmarks/gpu.py --json build/gpu.json
+
+measure: $(VENV)/.base  ## measure what overlap gains on all NVIDIA GPUs of this machine (two or more)
+	$(BIN)/python -m pip install --quiet --editable '.[cuda12]'
+	mkdir -p build
+	$(BIN)/python examples/measure_overlap.py --json build/overlap.json --profile build/profile
 
 # Compiles for GPUs that need not be there; the packages take 6 GB.
 pictures: $(VENV)/.base  ## draw the pictures in docs/ anew

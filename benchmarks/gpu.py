@@ -39,7 +39,6 @@ import ml_dtypes
 import numpy as np
 import tyro
 from flax import nnx
-from jax.sharding import NamedSharding
 from rich.console import Console
 from rich.table import Table
 
@@ -49,6 +48,7 @@ from tbo_jax.attention.cache import LayerCache, page_shapes
 from tbo_jax.attention.gpu_paged import GpuAttention
 from tbo_jax.attention.paged import XlaAttention
 from tbo_jax.attention.work import AttentionWork, plan_attention
+from tbo_jax.checkpoint.random_weights import random_model
 from tbo_jax.checkpoint.save import save_model
 from tbo_jax.engine.auto.trial import full_batch
 from tbo_jax.host.progress import Update, progress_bar
@@ -59,7 +59,7 @@ from tbo_jax.models.hf_config import HfConfig
 from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.moe.experts import apply_experts
 from tbo_jax.moe.gpu_experts import GpuExperts
-from tbo_jax.parallel.sharding import make_mesh, parameter_spec
+from tbo_jax.parallel.sharding import make_mesh
 from tbo_jax.schedule.model_step import abstract_model, last_layers, read_shape
 from tbo_jax.step.kernels import attention_shape, expert_shape
 from tbo_jax.step.runner import ModelRunner
@@ -290,7 +290,7 @@ def decode(bench: Bench) -> list[Row]:
     layers, why = choose_layers(bench, max(rows), max(contexts), 2 * len(rows) - 1)
     bench.notes.append(f"{layers} of {bench.config.num_layers} layers ({why})")
     config = last_layers(bench.config, layers)
-    model = random_model(config, bench.device)
+    model = random_model(config, make_mesh(devices=[bench.device]))
     found: list[Row] = []
     total = len(contexts) * sum(1 + (count > 1) for count in rows)
     for count in rows:
@@ -360,28 +360,6 @@ def make_runner(model: CausalLM, device: jax.Device, rows: int, context: int) ->
     )
 
 
-def random_model(config: DecoderConfig, device: jax.Device) -> CausalLM:
-    """The model with random weights, each made on the device."""
-    mesh = make_mesh(devices=[device])
-
-    @functools.cache
-    def maker(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Callable[..., Any]:
-        def make(key: jax.Array) -> jax.Array:
-            if len(shape) == 1:  # of a norm
-                return jnp.ones(shape, dtype)
-            return jax.random.normal(key, shape, dtype) * config.initializer_range
-
-        return jax.jit(make, out_shardings=sharding)
-
-    graph, state = nnx.split(abstract_model(config, False))
-    made = []
-    for number, (path, variable) in enumerate(nnx.to_flat_state(state)):
-        sharding = NamedSharding(mesh, parameter_spec(path, variable, mesh))
-        value = maker(variable.shape, variable.dtype, sharding)(jax.random.key(number))
-        made.append((path, variable.replace(value)))
-    return nnx.merge(graph, nnx.from_flat_state(made))
-
-
 def bytes_of_step(config: DecoderConfig, model: CausalLM, rows: int, context: int) -> float:
     """Bytes that a decode step must read: weights that it touches, keys and values.
 
@@ -439,7 +417,7 @@ def transformers(bench: Bench) -> list[Row]:
     shape = SMALL_DENSE | bench.size({}, tiny)
     architecture = find_architecture("qwen3")
     config = architecture.parse_config(HfConfig(shape, "benchmark"), DTYPE)
-    model = random_model(config, bench.device)
+    model = random_model(config, make_mesh(devices=[bench.device]))
     rows, context = bench.size((32, 1024), (4, 32))
     runner = make_runner(model, bench.device, rows, context)
     ours = time_step(bench, runner, rows, context, 1)

@@ -17,13 +17,17 @@ WIDTH = 150  # columns, where no terminal says how many it has
 _ALL_KNOWN = 0.98  # of the busy time: below it the table says how much is
 
 
+def wide_console() -> Console:
+    """A console of the terminal's width, or of `WIDTH` columns where there is none."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
 def print_measured(
     measured: Mapping[int, MeasuredReport], modelled: Mapping[int, ScheduleReport], note: str = ""
 ) -> None:
     """Print what was measured, each number beside the modelled one where there is one."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
+    console = wide_console()
     some = next(iter(measured.values()))
     console.print(
         f"\nMeasured: medians of {some.executions} executions on {len(some.devices)} device(s), "

@@ -165,26 +165,29 @@ def inspect_model(
     else:
         overlap = OverlapConfig("on", num_micro_batches=micro_batches)
     lowered, options = lower(model, mesh, shape, overlap, transport)
+    costs = expected_costs(config, target.num_devices, shape, micro_batches, tensor)
+    report = inspect(lowered, target, micro_batches=micro_batches, options=options, **costs)
+    return dataclasses.replace(report, layer_bytes=layer_bytes(config, mesh, shape))
+
+
+def expected_costs(
+    config: DecoderConfig, devices: int, shape: StepShape, micro_batches: int, tensor: int = 1
+) -> dict[str, Any]:
+    """What XLA's text does not tell of a step, as `inspect` takes it; tokens are routed evenly."""
     # Of a micro-batch, and of it what one device of the rank routes.
     tokens = -(-shape.tokens // micro_batches)
     routed = -(-tokens // tensor)
-    devices = target.num_devices
     ragged_rows = None
     if config.num_experts:
         ragged_rows = routed * expected_destinations(
             devices, config.num_experts, config.num_experts_per_token
         )
-    report = inspect(
-        lowered,
-        target,
-        micro_batches=micro_batches,
-        options=options,
-        trip_counts=expected_turns(config, devices, routed, shape),
-        kernels=attention_work(config.of_device(tensor), tokens, shape)
+    return {
+        "trip_counts": expected_turns(config, devices, routed, shape),
+        "kernels": attention_work(config.of_device(tensor), tokens, shape)
         | expert_work(config, devices, routed),
-        ragged_rows=ragged_rows,
-    )
-    return dataclasses.replace(report, layer_bytes=layer_bytes(config, mesh, shape))
+        "ragged_rows": ragged_rows,
+    }
 
 
 def layer_bytes(config: DecoderConfig, mesh: Mesh, shape: StepShape) -> int:
