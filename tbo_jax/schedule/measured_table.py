@@ -36,6 +36,8 @@ def print_measured(
     )
     if note:
         console.print(note)
+    for count in modelled.keys() - measured.keys():
+        console.print(f"No program of the profile is the step with {_name(count)}.")
     console.print(_summary(measured, modelled))
     for count, report in measured.items():
         console.print(f"\n{_name(count)}: stages, sums over the layers")

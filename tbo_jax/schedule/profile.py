@@ -150,8 +150,9 @@ def _tpu_events(plane: Any, device: str) -> Iterator[DeviceEvent]:
                 start, _, module, program, of_execution = executions[at]
                 stats |= {"hlo_module": module, "program_id": program}
                 stats["run_id"] = of_execution.get("run_id") or f"at {start}"
-            text = _INSTRUCTION.match(event.name)
-            stats.setdefault("hlo_op", text[1] if text else event.name)
+            if text := _INSTRUCTION.match(event.name):
+                stats["hlo_op"] = text[1]
+            stats.setdefault("hlo_op", event.name)
             yield _event(event, device, name, stats)
 
 

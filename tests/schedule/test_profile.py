@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,14 @@ def test_a_step_on_tpus(tmp_path: Path) -> None:
     assert [us(c.seconds) for c in report.collectives] == [6, 6]
 
 
+def test_a_flight_may_be_named_by_its_done_alone(tmp_path: Path) -> None:
+    lines = tpu_step(0, 1)
+    lines["Async XLA Ops"] = [replace(e, name="async-collective") for e in lines["Async XLA Ops"]]
+    (report,) = measured(tmp_path, STEP, {TPU0: lines}).values()
+    assert us(report.communication) == 12 and us(report.exposed) == 3
+    assert [c.name for c in report.collectives] == ["a2a-start", "a2a-start.1"]
+
+
 def test_a_step_on_tpus_without_flights(tmp_path: Path) -> None:
     """A transfer is in flight from its start to its done, as far as one can tell."""
     (report,) = measured(tmp_path, STEP, {TPU0: tpu_step(0, 1, flights=False)}).values()
@@ -449,6 +458,7 @@ def test_the_command_puts_measured_beside_modelled(
     assert command.run(args) == []
     out = capsys.readouterr().out
     assert "Measured: medians of 2 executions on 1 device(s)" in out
+    assert "No program of the profile is the step with 1 micro-batch." in out
     step = f"{timeline('gpu_unrolled').step * 1e3:.3f} ms"
     assert [line.split() for line in out.splitlines() if line.startswith("step")][-1] == [
         "step",
