@@ -229,7 +229,8 @@ def write_files(
     if args.plot is not None:
         from tbo_jax.schedule.plot import plot
 
-        plot(args.plot, timelines, title=title)
+        times = "modelled and measured time" if measured else "modelled time"
+        plot(args.plot, timelines, title=title, times=times)
     if args.html is not None:
         left_out = read_shape(args.config).num_layers - values["setting"]["layers"]
         write_page(args.html, title, reports, facts_of(values, target), left_out)

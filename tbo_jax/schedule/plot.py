@@ -58,6 +58,7 @@ def plot(
     *,
     title: str,
     window: Literal["layers", "step"] = "layers",
+    times: str = "modelled time",
 ) -> None:
     """Draw timelines over one time axis, in the mapping's order, each under its key and its sums.
 
@@ -94,7 +95,7 @@ def plot(
         matplotlib.rcdefaults()  # instead of the user's style, which the context puts back
         matplotlib.rcParams.update(_STYLE)
         figure = Figure(figsize=(_WIDTH / 72, height / 72), dpi=144, facecolor="white")
-        _draw(figure, height, title, views)
+        _draw(figure, height, title, views, times)
         figure.savefig(path, format=suffix[1:], metadata=varying)
 
 
@@ -109,7 +110,7 @@ class _View:
     end: float
 
 
-def _draw(figure: Any, height: float, title: str, views: Sequence[_View]) -> None:
+def _draw(figure: Any, height: float, title: str, views: Sequence[_View], times: str) -> None:
     length = max(view.end - view.start for view in views)
     left, right = _LEFT / _WIDTH, 1 - _RIGHT / _WIDTH
     figure.text(left, 1 - 15 / height, title, va="center", weight="bold", size=_FONT + 3)
@@ -128,7 +129,7 @@ def _draw(figure: Any, height: float, title: str, views: Sequence[_View]) -> Non
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.grid(axis="x", color="#e6e6e6", linewidth=0.6)
         _Row(axes, view, length).draw()
-    axes.set_xlabel("modelled time, microseconds")
+    axes.set_xlabel(f"{times}, microseconds")
 
 
 def _legend(views: Sequence[_View]) -> list[Any]:

@@ -472,7 +472,8 @@ def test_the_command_puts_measured_beside_modelled(
         assert numbers[::2] == pytest.approx(numbers[1::2], abs=0.11)
     (one,) = json.loads(files["json"].read_text())["measured"]
     assert one["micro_batches"] == 2 and one["times"] == "measured" and "timeline" not in one
-    assert "2 micro-batches, measured" in files["svg"].read_text()
+    picture = files["svg"].read_text()
+    assert "2 micro-batches, measured" in picture and "modelled and measured time" in picture
     names = {e["args"]["name"] for e in json.loads(files["trace"].read_text())["traceEvents"] if e["name"] == "process_name"}  # fmt: skip
     assert "2 micro-batches, measured" in names
 
