@@ -16,37 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tbo_jax.schedule.cost import FREE, collective_kind, ends_collective, starts_collective
-from tbo_jax.schedule.hlo import Computation, Instruction, Module, parse
+from tbo_jax.schedule.hlo import Module, parse
+from tbo_jax.schedule.known import Known, known_instructions
 from tbo_jax.schedule.profile import ASYNC_OPS, OPS, DeviceEvent, Profile, listed
-from tbo_jax.schedule.program import Program
-from tbo_jax.schedule.report import scope_of
-from tbo_jax.schedule.targets import Rates
 from tbo_jax.schedule.timeline import Event, Timeline, Transfer
 from tbo_jax.schedule.traffic import COLLECTIVES
 
 Interval = tuple[float, float]
-_CONTROL = frozenset(["while", "call", "conditional"])
-_CARRIERS = frozenset(["async-update", "get-tuple-element", "tuple", "bitcast", "opt-barrier"])
 _ENOUGH = 0.5  # of the names in a profile: fewer that a step has, and it is of another program
-_UNPRICED = Rates(1.0, 1.0, 1.0, 0.0, 0.0)  # `Program` also knows where a collective comes from
-
-
-@dataclass(frozen=True)
-class Known:
-    """What an instruction of a step does on the device."""
-
-    role: Literal["compute", "transfer", "done", "container"]
-    name: str  # of the instruction; of a done, or inside of a collective, that of its start
-    op_name: str = ""
-    source: str = ""
-    kind: str = ""  # of a collective: all-to-all, ...
-    asynchronous: bool = False  # a transfer that a done waits for
-
-    @property
-    def scope(self) -> str:
-        """layer_2/micro_batch_1/dispatch; "" outside of a layer."""
-        return scope_of(self.op_name)
 
 
 @dataclass(frozen=True)
@@ -228,60 +205,6 @@ def _strangers(
         "versions of jax and between machines: keep the step's text beside its profile, as "
         "examples/measure_overlap.py does"
     )
-
-
-def known_instructions(module: Module) -> dict[str, Known]:
-    """What each instruction that a device runs, or that a kernel may be named after, does."""
-    program = Program(module, _UNPRICED, {}, {})
-    known: dict[str, Known] = {}
-    pending = [module.entry]
-    while pending:
-        computation = pending.pop(0)
-        running: dict[str, str] = {}  # values that stand for a running collective, and its start
-        for instruction in computation.instructions:
-            what = _known(program, computation, instruction, running)
-            if what is None:
-                continue
-            known[instruction.name] = what
-            if what.role == "container":
-                pending += module.called(instruction)
-                condition = module.computations.get(instruction.attribute("condition") or "")
-                pending += [condition] if condition else []
-            elif what.role == "transfer":  # a kernel may have the name of what is wrapped
-                for called in module.called(instruction):
-                    for inner in module.walk(called):
-                        known.setdefault(inner.name, what)
-    return known
-
-
-def _known(
-    program: Program,
-    computation: Computation,
-    instruction: Instruction,
-    running: dict[str, str],
-) -> Known | None:
-    """What an instruction does; notes in `running` what it starts or hands on."""
-    name, opcode, module = instruction.name, instruction.opcode, program.module
-    if opcode in _CONTROL:
-        return Known("container", name)
-    kind = collective_kind(module, instruction)
-    start = next((running[o] for o in instruction.operands if o in running), None)
-    op_name = program.op_name(computation, instruction)
-    if kind is not None and starts_collective(module, instruction):
-        running[name] = name
-        return Known("transfer", name, op_name, instruction.source, kind, True)
-    if start is not None and ends_collective(module, instruction):
-        return Known("done", start)
-    if start is not None and (opcode in _CARRIERS or (opcode == "fusion" and kind)):
-        running[name] = start
-        return Known("compute", name, op_name, instruction.source) if opcode == "fusion" else None
-    if opcode in FREE:
-        return None
-    if kind is not None and not opcode.endswith("-done"):
-        return Known("transfer", name, op_name, instruction.source, kind)
-    if opcode.endswith("-update"):
-        return None
-    return Known("compute", name, op_name, instruction.source)
 
 
 @dataclass

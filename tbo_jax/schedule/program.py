@@ -37,6 +37,7 @@ class Step:
     role: Role
     computation: str
     name: str  # of the instruction; of a wait, of that which started the collective
+    at: str  # the instruction where it is done, such as the end of the collective
     carried: Running = ()  # of a loop: the running collectives that it is given
 
     @property
@@ -117,9 +118,9 @@ class Program:
             if kind is not None and cost.starts_collective(self.module, instruction):
                 starts[name] = (computation_name, name)
                 if instruction.operands:  # else they come with the async-update (SparseCore)
-                    steps.append(Step("issue", computation_name, name))
+                    steps.append(Step("issue", computation_name, name, name))
             elif start is not None and cost.ends_collective(self.module, instruction):
-                steps.append(Step("wait", *start))
+                steps.append(Step("wait", *start, name))
             elif opcode == "parameter" and carried:
                 tuples[name] = dict(carried)
             elif opcode == "tuple":
@@ -133,21 +134,23 @@ class Program:
             elif start is not None and self._carries(computation, instruction, kind):
                 starts[name] = start
                 if opcode == "async-update" and not self.instruction(start).operands:
-                    steps.append(Step("issue", *start))
+                    steps.append(Step("issue", *start, name))
                 elif opcode == "fusion":  # a kernel that moves the transfer on while it computes
-                    steps.append(Step("compute", computation_name, name))
+                    steps.append(Step("compute", computation_name, name, name))
             elif kind is not None and not opcode.endswith("-done"):  # that was waited for already
                 if cost.ends_collective(self.module, instruction):
                     raise ValueError(f"{name} in {computation_name} ends what nothing started")
                 if opcode == "fusion" and self.price(computation_name, name)[1].flops:
-                    steps.append(Step("compute", computation_name, name))  # a transfer after it
-                steps.append(Step("synchronous", computation_name, name))
+                    steps.append(
+                        Step("compute", computation_name, name, name)
+                    )  # a transfer after it
+                steps.append(Step("synchronous", computation_name, name, name))
             elif opcode in _LOOPS and self._has_collective(instruction):
                 given = tuple(sorted(tuples.get(next(iter(instruction.operands), ""), {}).items()))
-                steps.append(Step("loop", computation_name, name, given))
+                steps.append(Step("loop", computation_name, name, name, given))
                 tuples[name] = dict(self._after(computation, instruction, given))
             elif kind is None and opcode not in cost.FREE:
-                steps.append(Step("compute", computation_name, name))
+                steps.append(Step("compute", computation_name, name, name))
                 if opcode == "while":  # it hands on what it is given
                     tuples[name] = tuples.get(instruction.operands[0], {})
         return steps, tuple(sorted(tuples.get(computation.root.name, {}).items()))
