@@ -47,6 +47,7 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = chat_template
         self._missing_bytes = missing_bytes
+        self._byte_level: dict[tuple[int, bool], bytes] = {}  # of the ids that were asked for
         # What `decode` leaves out, and `text.stream` takes as a stop string all the same.
         self.skipped_tokens = frozenset(_skipped_tokens(backend))
 
@@ -147,6 +148,19 @@ class Tokenizer:
         if skip_special_tokens and token in self.skipped_tokens:
             return None
         return token
+
+    def byte_level_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
+        """What a byte-level decoder makes of an id; nothing of one that `decode` skips.
+
+        Raises:
+            TokenizerError: the id is not an integer from 0 to 2**32 - 1.
+        """
+        key = token_id, skip_special_tokens
+        known = self._byte_level.get(key)
+        if known is None:
+            known = _byte_level_bytes(self.token(token_id, skip_special_tokens) or "")
+            self._byte_level[key] = known
+        return known
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, never truncated or padded.
@@ -271,6 +285,32 @@ def _library_errors(message: str) -> Iterator[None]:
         raise
     except BaseException as error:  # A panic derives from BaseException and cannot be imported.
         raise TokenizerError(f"{message}: {error}") from error
+
+
+def _letters_of_bytes() -> Iterator[tuple[str, int]]:
+    """The letter that stands for each byte in a byte-level vocabulary.
+
+    A byte that is a printable letter of Latin-1 stands for itself, the others take letters from 256
+    on (openai/gpt-2, encoder.py).
+    """
+    hidden = 256
+    for byte in range(256):
+        if chr(byte).isprintable() and not chr(byte).isspace():
+            yield chr(byte), byte
+        else:
+            yield chr(hidden), byte
+            hidden += 1
+
+
+_BYTE_OF = dict(_letters_of_bytes())
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """The bytes of a token; of an added one, which is no byte-level text, those of its UTF-8."""
+    try:
+        return bytes([_BYTE_OF[letter] for letter in token])
+    except KeyError:
+        return token.encode("utf-8")
 
 
 def _checked_id(token_id: int) -> int:

@@ -100,7 +100,9 @@ def test_text_streams_without_delay(byte_level: Tokenizer, text: str) -> None:
 )
 def test_window_does_not_grow_with_the_text(cycle: str | bytes) -> None:
     alphabet = sorted(decoders_alphabet())
-    tokenizer = word_tokenizer(decoders.ByteLevel(), [char for _, char in alphabet])
+    # Not the byte-level decoder alone, which needs no window.
+    decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 0, 0)])
+    tokenizer = word_tokenizer(decoder, [char for _, char in alphabet])
     raw = cycle.encode() if isinstance(cycle, str) else cycle
     sizes = []
     decode = Tokenizer.decode
@@ -113,6 +115,23 @@ def test_window_does_not_grow_with_the_text(cycle: str | bytes) -> None:
         out = deltas(tokenizer, list(raw * 100))
     assert "".join(out) == (raw * 100).decode(errors="replace")
     assert max(sizes) < 24
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_byte_level_text_needs_no_decoder(byte_level: Tokenizer, skip: bool) -> None:
+    ids = byte_level.encode("naïve 😀 <eos> café") + [byte_level.vocab_size + 7, 3]
+    with patch.object(Tokenizer, "decode", side_effect=AssertionError):
+        out = deltas(byte_level, ids, skip)
+    assert "".join(out) == byte_level.decode(ids, skip)
+
+
+def test_tokens_that_are_no_byte_level_text_are_their_utf_8() -> None:
+    letters = [char for _, char in sorted(decoders_alphabet())]
+    tokens = [*letters, "a b", "日本", "Ġ日", "Ã©", ""]
+    tokenizer = word_tokenizer(decoders.ByteLevel(), tokens)
+    for ids in [[i] for i in range(len(tokens))] + [[0xC3, 258], [259, 0xA9], [0xE6, 257]]:
+        joined = b"".join(tokenizer.byte_level_bytes(i) for i in ids)
+        assert joined.decode(errors="replace") == tokenizer.decode(ids)
 
 
 def decoders_alphabet() -> list[tuple[int, str]]:
