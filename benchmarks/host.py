@@ -1,0 +1,211 @@
+"""Time what the host does in a decode step, with the device's work replaced by constants.
+
+    python benchmarks/host.py [--ranks 8] [--rows 256] [--context 4096] [--json FILE]
+
+Every row decodes: nothing is admitted and nothing ends. Programs are not compiled and not run; in
+their place stands one that gives the same token for all rows. All else is the engine's: it plans,
+packs, sends the batch to as many CPU devices as there are ranks, reads tokens, books them and makes
+text of them. So the figures are those of the host alone, of one core. Medians over the steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from tbo_jax import CacheConfig, ModelRunner, SamplingParams
+from tbo_jax.checkpoint.load import read_config
+from tbo_jax.engine import dispatch
+from tbo_jax.engine.engine import Engine
+from tbo_jax.engine.scheduling.scheduler import Scheduler
+from tbo_jax.host.progress import progress_bar
+from tbo_jax.parallel.sharding import RANKS, make_mesh
+from tbo_jax.schedule.model_step import abstract_model
+from tbo_jax.step import runner as runner_module
+from tbo_jax.text import TextStream, Tokenizer
+
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "kjv-moe"
+PAGE_SIZE = 64  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Command line of benchmarks/host.py."""
+
+    ranks: int = 8
+    """Ranks that the process plans for, each a CPU device here."""
+    rows: int = 256
+    """Requests that decode on each rank."""
+    context: int = 4096
+    """Tokens that a request has when the first step is timed."""
+    steps: int = 50
+    """Steps that are timed."""
+    look_ahead: bool = True
+    """Dispatch a step before the tokens of the one before are read."""
+    json: Path | None = None
+    """Write the results there too."""
+
+
+class Stopwatch:
+    """Sums of seconds and bytes by part, of one step at a time."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.bytes = 0
+        self._inner = 0.0  # of the parts that ran within the part that runs
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time of the block, without that of parts in it."""
+        outer, self._inner = self._inner, 0.0
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inner
+            self._inner = outer + spent
+
+    def watch(self, owner: Any, method: str, name: str) -> Callable[[], None]:
+        """Count calls of a method or function as a part; gives back what undoes it."""
+        original = getattr(owner, method)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            with self.part(name):
+                return original(*args, **options)
+
+        setattr(owner, method, timed)
+        return lambda: setattr(owner, method, original)
+
+
+def make_engine(args: Arguments, watch: Stopwatch) -> Engine:
+    """An engine whose programs are constants."""
+    config, _ = read_config(MODEL, np.float32)
+    # Experts would have to divide over the ranks; the host does the same without them.
+    config = dataclasses.replace(config, num_experts=0)
+    pages = -(-(args.context + args.steps + PAGE_SIZE) // PAGE_SIZE)
+    cache = CacheConfig(
+        num_pages=args.rows * pages + 1, page_size=PAGE_SIZE, pages_per_sequence=pages,
+        max_tokens=args.rows * args.context,  # all prompts are computed in one step
+    )  # fmt: skip
+    runner = ModelRunner(abstract_model(config, False), cache, mesh=make_mesh(args.ranks))
+    engine = Engine(
+        runner, Tokenizer.from_folder(MODEL), frozenset(), max_sequences=args.rows,
+        max_context=pages * PAGE_SIZE, look_ahead=args.look_ahead,
+    )  # fmt: skip
+
+    place = NamedSharding(runner.mesh, PartitionSpec(RANKS))
+    tokens = jax.device_put(np.full((args.ranks, args.rows), 300, np.int32), place)
+
+    def send(values: Any) -> None:  # as the call of a program does
+        for leaf in jax.tree.leaves(values):
+            if isinstance(leaf, np.ndarray):
+                watch.bytes += leaf.nbytes
+                with watch.part("send"):
+                    jax.device_put(leaf, place)
+
+    def run(weights: Any, buffers: Any, *packed: Any) -> tuple[None, Any]:
+        send(packed)
+        return None, buffers
+
+    def sample(logits: None, inputs: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        send(inputs)
+        return tokens, tokens, tokens
+
+    dispatcher = engine._dispatcher
+    runner.compile = lambda bucket, micro_batches=None: run  # type: ignore[method-assign]
+    dispatcher._buffers = lambda: None  # type: ignore[method-assign, assignment]
+    dispatcher._sampler = lambda rows: sample  # type: ignore[method-assign, assignment]
+    dispatcher._feed = lambda tokens: lambda ids, before: ids  # type: ignore[method-assign, return-value]
+    return engine
+
+
+PARTS: list[tuple[Any, str, str]] = [
+    (Scheduler, "schedule", "schedule"),
+    (Scheduler, "advance", "advance"),
+    (Scheduler, "commit", "commit"),
+    (dispatch.Dispatcher, "_pack", "pack"),
+    (dispatch, "stack_batches", "pack"),
+    (dispatch, "_sampling_inputs", "sampling"),
+    (dispatch.DispatchedStep, "read", "read"),
+    (runner_module, "pack_numbers", "pack"),
+    (TextStream, "push", "text"),
+]
+
+
+def measure(args: Arguments, progress: Callable[[int, int], None]) -> dict[str, Any]:
+    """Medians over the steps: seconds of all and of each part, and bytes sent to the devices."""
+    watch = Stopwatch()
+    engine = make_engine(args, watch)
+    rng = np.random.default_rng(0)
+    sampling = SamplingParams(max_new_tokens=args.steps + PAGE_SIZE, ignore_eos=True)
+    for _ in range(args.ranks * args.rows):
+        engine.add(rng.integers(5, 300, args.context).tolist(), sampling)
+    for _ in range(3):
+        engine.step()  # prompts, then decodes only
+    undo = [watch.watch(*part) for part in PARTS]
+    steps: list[dict[str, float]] = []
+    try:
+        for number in range(args.steps):
+            watch.seconds, watch.bytes = {}, 0
+            start = time.perf_counter()
+            events = engine.step()
+            spent = time.perf_counter() - start
+            assert len(events) == args.ranks * args.rows
+            rest = spent - sum(watch.seconds.values())
+            steps.append({**watch.seconds, "other": rest, "step": spent, "bytes": watch.bytes})
+            progress(number + 1, args.steps)
+    finally:
+        for restore in undo:
+            restore()
+    return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in steps[0]}
+
+
+def main(args: Arguments) -> None:
+    """Print the table."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", args.ranks)
+    with progress_bar("steps", sys.stderr.isatty()) as update:
+        found = measure(args, update)
+    rows = args.ranks * args.rows
+    table = Table("part", "ms a step", "us a row", box=None)
+    for name, seconds in found.items():
+        if name != "bytes":
+            table.add_row(name, f"{seconds * 1e3:.2f}", f"{seconds / rows * 1e6:.2f}")
+    console = Console(highlight=False)
+    console.print(
+        f"{args.ranks} ranks x {args.rows} rows, context {args.context}, one core of "
+        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, jax "
+        f"{jax.__version__}; the device's work is replaced by constants"
+    )
+    console.print(table)
+    console.print(f"sent: {found['bytes'] / rows:.0f} bytes a row and step")
+    if args.json is not None:
+        values = {
+            "ranks": args.ranks, "rows": args.rows, "context": args.context,
+            "look_ahead": args.look_ahead, "device": "replaced by constants",
+            "python": platform.python_version(), "jax": jax.__version__,
+            "seconds": {name: value for name, value in found.items() if name != "bytes"},
+            "microseconds_a_row": found["step"] / rows * 1e6,
+            "bytes_a_row": found["bytes"] / rows,
+        }  # fmt: skip
+        args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

@@ -1,0 +1,31 @@
+"""benchmarks/host.py runs and its figures are those of a step in which every row decodes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("look_ahead", [True, False])
+def test_figures(tmp_path: Path, look_ahead: bool) -> None:
+    options = ["--ranks", "2", "--rows", "8", "--context", "100", "--steps", "4"]
+    options += ["--look-ahead"] if look_ahead else ["--no-look-ahead"]
+    command = [sys.executable, "benchmarks/host.py", *options, "--json", str(tmp_path / "h.json")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    found = json.loads((tmp_path / "h.json").read_text())
+    assert (found["ranks"], found["rows"], found["context"]) == (2, 8, 100)
+    assert found["device"] == "replaced by constants"
+    parts = found["seconds"]
+    assert {"schedule", "advance", "commit", "pack", "sampling", "text", "step"} <= set(parts)
+    assert all(seconds >= 0 for seconds in parts.values())
+    assert max(seconds for name, seconds in parts.items() if name != "step") < parts["step"]
+    assert found["microseconds_a_row"] == pytest.approx(parts["step"] / 16 * 1e6)
+    # At least a token id, a position, a page and the sampling parameters of each row.
+    assert found["bytes_a_row"] > 16
