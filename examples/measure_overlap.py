@@ -46,7 +46,7 @@ from tbo_jax.parallel.exchange import Transport
 from tbo_jax.parallel.sharding import num_ranks
 from tbo_jax.schedule import find_target, inspect, list_targets
 from tbo_jax.schedule.measured import MeasuredReport, measure_steps, text_path
-from tbo_jax.schedule.measured_table import print_measured, wide_console
+from tbo_jax.schedule.measured_table import print_measured
 from tbo_jax.schedule.model_step import PAGE_SIZE, StepShape, expected_costs, read_shape
 from tbo_jax.schedule.profile import read_profile
 from tbo_jax.schedule.report import ScheduleReport

@@ -36,7 +36,7 @@ from tbo_jax.schedule.model_step import Phase, StepShape, inspect_model, list_pr
 from tbo_jax.schedule.page import facts_of, write_page
 from tbo_jax.schedule.profile import read_profile
 from tbo_jax.schedule.report import ScheduleReport
-from tbo_jax.schedule.table import print_changes, print_report
+from tbo_jax.schedule.table import print_changes, print_report, program_name
 from tbo_jax.schedule.targets import RateKind, Target, find_target, list_targets
 from tbo_jax.schedule.trace import write_trace
 
@@ -218,10 +218,9 @@ def write_files(
     measured: Mapping[int, MeasuredReport] | None = None,
 ) -> None:
     """Whatever the command line asks for beside the table; `values` are for `--json`."""
-    timelines = {
-        f"{r.micro_batches} micro-batch{'es' if r.micro_batches > 1 else ''}": r.timeline
-        for r in reports
-    } | timelines_of((measured or {}).values())
+    timelines = {program_name(r.micro_batches): r.timeline for r in reports} | timelines_of(
+        (measured or {}).values()
+    )
     if args.json is not None:
         args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if args.trace is not None:

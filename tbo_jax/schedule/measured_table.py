@@ -5,22 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from tbo_jax.schedule.measured import MeasuredReport
 from tbo_jax.schedule.report import ScheduleReport, scope_of
 from tbo_jax.schedule.scopes import BACKWARD
+from tbo_jax.schedule.table import program_name, wide_console
 from tbo_jax.schedule.timeline import Timeline
 
-WIDTH = 150  # columns, where no terminal says how many it has
 _ALL_KNOWN = 0.98  # of the busy time: below it the table says how much is
-
-
-def wide_console() -> Console:
-    """A console of the terminal's width, or of `WIDTH` columns where there is none."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 def print_measured(
@@ -37,12 +30,12 @@ def print_measured(
     if note:
         console.print(note)
     for count in modelled.keys() - measured.keys():
-        console.print(f"No program of the profile is the step with {_name(count)}.")
+        console.print(f"No program of the profile is the step with {program_name(count)}.")
     console.print(_summary(measured, modelled))
     for count, report in measured.items():
-        console.print(f"\n{_name(count)}: stages, sums over the layers")
+        console.print(f"\n{program_name(count)}: stages, sums over the layers")
         console.print(_stages(report, modelled.get(count)))
-        console.print(f"\n{_name(count)}: collectives, sums over the layers")
+        console.print(f"\n{program_name(count)}: collectives, sums over the layers")
         console.print(_collectives(report, modelled.get(count)))
         if report.matched < _ALL_KNOWN:
             console.print(
@@ -52,16 +45,12 @@ def print_measured(
             )
 
 
-def _name(count: int) -> str:
-    return f"{count} micro-batch" + ("es" if count > 1 else "")
-
-
 def _summary(
     measured: Mapping[int, MeasuredReport], modelled: Mapping[int, ScheduleReport]
 ) -> Table:
     columns: list[str] = []
     for count in measured:
-        columns += [_name(count), *(["modelled"] if count in modelled else [])]
+        columns += [program_name(count), *(["modelled"] if count in modelled else [])]
     table = _table("", *columns)
 
     def row(label: str, quantity: str) -> None:
@@ -177,7 +166,9 @@ def _table(*columns: str, left: int = 1) -> Table:
 
 def timelines_of(measured: Iterable[MeasuredReport]) -> dict[str, Timeline]:
     """Timelines for pictures and traces, by name."""
-    return {f"{_name(report.micro_batches)}, measured": report.timeline for report in measured}
+    return {
+        f"{program_name(report.micro_batches)}, measured": report.timeline for report in measured
+    }
 
 
 def _ms(seconds: float) -> str:

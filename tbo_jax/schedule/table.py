@@ -17,6 +17,12 @@ WIDTH = 150  # columns, where no terminal says how many it has
 MOST_FINDINGS = 8  # kinds and places, printed for each program
 
 
+def wide_console() -> Console:
+    """A console of the terminal's width, or of `WIDTH` columns where there is none."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
 def print_report(
     title: str, reports: Sequence[ScheduleReport], target: Target, layers_left_out: int = 0
 ) -> None:
@@ -24,14 +30,12 @@ def print_report(
 
     With layers left out of the program, a line extrapolates the step to all of them.
     """
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
+    console = wide_console()
     console.print(title)
     console.print(f"Times are modelled: XLA's order, priced at {target.rates.describe()}.\n")
     console.print(summary_table(reports, layers_left_out))
     for report in reports:
-        console.print(f"\n{program_name(report)}: collectives of a layer")
+        console.print(f"\n{program_name(report.micro_batches)}: collectives of a layer")
         console.print(_collective_table(report))
         for line in (*finding_lines(report), *notes_of(report, layers_left_out)):
             console.print(line)
@@ -62,12 +66,13 @@ def print_changes(
     console.print(table)
 
 
-def program_name(report: ScheduleReport) -> str:
-    return f"{report.micro_batches} micro-batch" + ("es" if report.micro_batches > 1 else "")
+def program_name(micro_batches: int) -> str:
+    """What a program is called, by the number of its micro-batches."""
+    return f"{micro_batches} micro-batch" + ("es" if micro_batches > 1 else "")
 
 
 def summary_table(reports: Sequence[ScheduleReport], layers_left_out: int) -> Table:
-    table = Table("", *[program_name(r) for r in reports], box=None, pad_edge=False)
+    table = Table("", *[program_name(r.micro_batches) for r in reports], box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     first = reports[0].step
@@ -89,7 +94,10 @@ def summary_table(reports: Sequence[ScheduleReport], layers_left_out: int) -> Ta
     for name in passes[0] if all(passes) else ():
         label = f"  of {name}" + (" over ranks" if name == "sums" else "")
         row(label, [_hidden(*p[name]) for p in passes])
-    row(f"speed-up over {program_name(reports[0])}", [f"{first / r.step:.3f}" for r in reports])
+    row(
+        f"speed-up over {program_name(reports[0].micro_batches)}",
+        [f"{first / r.step:.3f}" for r in reports],
+    )
     row("  if all were hidden", [f"{r.ceiling(first):.3f}" for r in reports])
     row("memory traffic", [megabytes(r.memory_bytes) for r in reports])
     row("sent a device", [megabytes(r.sent_bytes) for r in reports])
