@@ -50,6 +50,7 @@ from tbo_jax.schedule.measured_table import print_measured
 from tbo_jax.schedule.model_step import PAGE_SIZE, StepShape, expected_costs, read_shape
 from tbo_jax.schedule.profile import read_profile
 from tbo_jax.schedule.report import ScheduleReport
+from tbo_jax.schedule.table import wide_console
 from tbo_jax.step.compiler_options import Options, known_options
 
 SCHEMA = 1  # of the JSON; one more whenever a key or a unit changes
