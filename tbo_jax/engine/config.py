@@ -56,6 +56,9 @@ class EngineConfig:
     """Dispatch a step before the tokens of the last one are read; default: unless speculate."""
     speculate: int = 0
     """Verify up to so many draft tokens of a sequence in a step, guessed from its text; 0: none."""
+    prefix_cache: bool = True
+    """Keep the keys and values of ended requests while there is room, and compute only what follows
+    where a prompt begins like one of them, or like one that runs."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, unless JAX is told another one."""
 
@@ -76,6 +79,7 @@ class EngineConfig:
             "dispatch_dtype": (None, *get_args(DispatchDtype)),
             "look_ahead": (None, True, False),
             "scanned": (True, False),
+            "prefix_cache": (True, False),
             "compilation_cache": (True, False),
         }.items():
             value = getattr(self, name)

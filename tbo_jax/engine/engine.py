@@ -70,6 +70,10 @@ class Engine:
     drafts follow from tokens on the host, so that there is no look-ahead then; and steps that
     compute prompts have none. Tokens and text are those of an engine without it, as far as
     rounding goes: programs of another shape may sum in another order.
+
+    With `prefix_cache` a prompt that begins like another one takes the full pages of keys and
+    values that are there (`Scheduler`). Tokens and text are those of an engine without it, again as
+    far as rounding goes.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Engine:
         look_ahead: bool | None = None,
         speculate: int = 0,
         propose: Callable[[Sequence[int], int], Sequence[int]] = prompt_lookup,
+        prefix_cache: bool = True,
     ):
         """Args:
         runner: compiles and runs the step.
@@ -95,6 +100,7 @@ class Engine:
         speculate: most draft tokens that a decode verifies; 0: none.
         propose: (tokens of a request, N) -> drafts of the next ones, ids of the vocabulary; of
             more than N the first N count.
+        prefix_cache: find the pages of earlier requests again.
 
         Raises:
             ValueError: `speculate` is negative, more than a step has tokens for, or together with
@@ -119,6 +125,7 @@ class Engine:
             max_sequences,
             cache.max_tokens,
             max_context,
+            prefix_cache,
         )
         self.statistics = EngineStatistics()
         self._dispatcher = Dispatcher(runner, max_sequences, speculate)
@@ -151,6 +158,8 @@ class Engine:
             start = time.perf_counter()
             if self.runner.overlap.mode == "auto" and self.scheduler.has_work:
                 raise RuntimeError("warm_up would overwrite the pages of unfinished requests")
+            if not self.scheduler.has_work:
+                self.scheduler.forget_pages()  # which steps that are timed overwrite
             decisions = self._dispatcher.compile_all(progress, timer, look_ahead=self.look_ahead)
             self.statistics.decisions = {str(b): d.to_json() for b, d in decisions.items()}
             self.statistics.compile_seconds += time.perf_counter() - start
@@ -160,8 +169,16 @@ class Engine:
         prompt_token_ids: Iterable[int],
         params: SamplingParams,
         owner: Hashable = None,
+        salt: str = "",
     ) -> int:
         """Queue a request; returns its id.
+
+        Args:
+            prompt_token_ids: ids of the vocabulary, one or more.
+            params: what is asked for.
+            owner: whose `step` returns its events.
+            salt: it shares pages only with requests of the same one. Whoever does not know it
+                cannot learn from the time that a prompt takes what others have asked.
 
         Raises:
             ValueError: `params` are no `SamplingParams`, the prompt is empty or too long, or not of
@@ -173,7 +190,7 @@ class Engine:
         stream = TextStream(self.tokenizer, params.stop)
         seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
         with self._lock:
-            request = Request(self._next_id, ids, params)
+            request = Request(self._next_id, ids, params, salt)
             self.scheduler.add(request)
             self._next_id += 1
             self._running[request.request_id] = _Running(request, stream, seed, owner)
@@ -212,6 +229,15 @@ class Engine:
             self._give(TokenEvent(request_id, None, running.stream.finish(), "abort"))
             self._drop_dead_step()
             return True
+
+    def clear_prefix_cache(self) -> None:
+        """Forget the keys and values of ended requests: the weights are other ones now.
+
+        Raises:
+            RuntimeError: a request is unfinished, and uses some.
+        """
+        with self._lock:
+            self.scheduler.forget_pages()
 
     def check(self) -> None:
         """Verify the books of pages and tokens; RuntimeError names what does not add up."""
@@ -252,6 +278,8 @@ class Engine:
                 "acceptance_rate": stats.acceptance_rate,
                 "tokens_per_row": stats.tokens_per_row,
                 "preemptions": scheduler.preemptions,
+                "cached_tokens": scheduler.cached_tokens,
+                "evictions": scheduler.evictions,
                 "finished": dict(scheduler.finished),
             }
 

@@ -55,6 +55,7 @@ class Completion:
     text: str
     finish_reason: FinishReason  # with "abort" and "error" the tokens and text are those until then
     error: str | None = None  # with "error", why
+    num_cached_tokens: int = 0  # of the prompt, whose keys and values were there already
 
 
 class LLM:
@@ -165,6 +166,7 @@ class LLM:
             max_context=held,
             look_ahead=config.look_ahead,
             speculate=config.speculate,
+            prefix_cache=config.prefix_cache,
         )
         with progress_bar("compiling", show_progress) as update:
             self.engine.warm_up(update)
@@ -342,7 +344,7 @@ class LLM:
         reason = request.finish_reason
         assert reason is not None
         ids = list(request.prompt_token_ids)
-        return Completion(prompt, ids, tokens, text, reason, request.error)
+        return Completion(prompt, ids, tokens, text, reason, request.error, request.num_cached)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,11 @@ class RankStep:
         self.sequences.append(ScheduledSequence(request, num_tokens, samples))
 
     @property
+    def in_order(self) -> tuple[ScheduledSequence, ...]:
+        """Its sequences, decodes first: one that finds all but its last token is one of them."""
+        return tuple(sorted(self.sequences, key=lambda sequence: sequence.request.is_prefill))
+
+    @property
     def decodes_only(self) -> bool:
         """Whether each of its sequences has one token to compute, the one sampled last."""
         return not any(s.request.is_prefill for s in self.sequences)
@@ -144,6 +149,8 @@ class SchedulerStatistics:
     admissions: int = 0  # those of preempted requests again
     preemptions: int = 0
     discarded_tokens: int = 0  # had been computed when their request was preempted
+    cached_tokens: int = 0  # found in pages that were kept, not computed
+    evictions: int = 0  # pages that were kept, and whose place was needed
     finished: dict[FinishReason, int] = field(
         default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
     )

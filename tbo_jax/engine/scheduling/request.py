@@ -17,7 +17,7 @@ def unread_token(row: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request and its progress. The scheduler owns every field after the first three.
+    """A request and its progress. The scheduler owns every field after the first four.
 
     Two requests are equal only if they are the same object.
     """
@@ -25,6 +25,7 @@ class Request:
     request_id: int
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    salt: str = ""  # only requests of the same one share pages
     token_ids: list[int] = field(init=False)  # the prompt's, then the generated ones
     num_computed: int = field(init=False, default=0)  # leading tokens whose keys/values are cached
     pages: list[int] = field(
@@ -35,6 +36,9 @@ class Request:
     error: str | None = field(init=False, default=None)
     arrival: int | None = field(init=False, default=None)  # its place in the order of all requests
     num_preemptions: int = field(init=False, default=0)
+    num_cached: int = field(
+        init=False, default=0
+    )  # tokens of the prompt that were found, not computed
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = tuple(self.prompt_token_ids)

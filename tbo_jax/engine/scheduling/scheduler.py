@@ -7,7 +7,12 @@ stays on one rank until it finishes or is preempted. One waiting queue serves al
    the youngest request running on its rank (itself, if that is the youngest): its pages are freed
    and it waits again, before all younger ones, keeping its tokens, which are computed anew later;
 2. the prefills under way, oldest first, in chunks of what is left of the rank's token budget;
-3. admissions in order of arrival, each to the rank with most pages to spare.
+3. admissions in order of arrival (`choose_rank`).
+
+Full pages are kept when their request ends, and found again by their tokens (`PageAllocator`), so
+that requests that begin alike compute that once on each rank. A prefill takes what is there already
+when it is admitted and before each of its chunks; where an older prefill of its rank is about to
+compute the page that it is at, it waits for that one.
 
 All pages for the tokens that a request has are taken when it is admitted, so that prefills never
 want pages and only decodes preempt.
@@ -16,21 +21,32 @@ No request starves. Take the oldest unfinished one.
 - It is not preempted: on its rank the youngest goes, and alone it fits, because a request is over
   when it fills a whole pool.
 - Decoding, it is in every step: the budget covers all rows. Prefilling, it gets at least one token
-  in every step: it is first, and decodes use at most the budget of the other rows.
+  in every step: it is first, waits for no older one, and decodes use at most the budget of the
+  other rows.
 - Waiting, it is admitted at once. On the rank that preempted it only older requests were left, and
   they have finished; if it never ran, all that ran is older and has finished. Nothing younger is
-  admitted before it. So there is an empty rank.
+  admitted before it. So there is an empty rank, and there all pages are free or give way.
 It has finitely many tokens, so it finishes, and the next one is the oldest.
 
 A step can be planned while the tokens of the last are still on the device (`advance`), as if no
 request stopped but those whose length is reached. One that did stop leaves a dead row in the plan.
-Its pages can go to others at once, although the dead row writes to them: the device runs the steps
-in order, each taking the cache that the one before returns, so whoever gets the pages writes later,
-and reads only what it wrote. Nothing is preempted ahead: its tokens are needed to admit it again.
+The device runs the steps in order, each taking the cache that the one before returns. That makes
+these things safe:
+- A page is kept when the step that fills it is advanced, so it was dispatched: whoever finds it
+  reads later. In the step that fills it nobody finds it. Its tokens are known then: only the last
+  one may not be, and that one is computed by the next step.
+- Nothing writes to a kept page. A request writes from its first token that is not computed on, and
+  keeps the pages before that; so does its dead row, which is of a later step than those advanced.
+- The other pages of a dead row can go to others at once, although it writes to them: whoever gets
+  them writes later, and reads only what it wrote. So can a page that is evicted, or given up for
+  one with the same tokens, although an earlier step reads it.
+- A step that failed takes all pages with it (`start_over`).
+Nothing is preempted ahead: its tokens are needed to admit it again.
 
 Decodes may verify drafts beside their token (`schedule`), where the step computes no prompt. Drafts
 take what budget and pages are left over; the slots of those that are rejected are overwritten by
-the tokens that come in their place, before any query reads them.
+the tokens that come in their place, before any query reads them. The token before them may have to
+be computed again too, so the pages of such a row are kept only when its tokens are known.
 """
 
 from __future__ import annotations
@@ -42,6 +58,7 @@ from types import MappingProxyType
 
 from tbo_jax.engine.scheduling.books import check_books
 from tbo_jax.engine.scheduling.limits import Limits
+from tbo_jax.engine.scheduling.placement import choose_rank
 from tbo_jax.engine.scheduling.plan import Propose, RankStep, SchedulerStatistics, StepPlan
 from tbo_jax.engine.scheduling.rank import Rank, arrival_of
 from tbo_jax.engine.scheduling.request import FinishReason, Request, unread_token
@@ -60,6 +77,7 @@ class Scheduler:
         max_sequences: rows of a rank: requests that run there at a time.
         max_tokens: most tokens that a rank computes in a step, at least max_sequences.
         max_context: most tokens of a request, prompt and generated together.
+        prefix_cache: keep full pages, and find them again.
 
     Raises ValueError for a size that cannot work.
     """
@@ -72,10 +90,12 @@ class Scheduler:
         max_sequences: int,
         max_tokens: int,
         max_context: int,
+        prefix_cache: bool = True,
     ) -> None:
         whole_number("num_ranks", num_ranks, 1)
         self.limits = Limits(page_size, num_pages, max_sequences, max_tokens, max_context)
         self.statistics = SchedulerStatistics()
+        self._keeps_pages = prefix_cache
         self._ranks = self._new_ranks(num_ranks)
         self._requests: dict[int, Request] = {}  # the unfinished ones
         self._waiting: deque[Request] = deque()  # oldest first
@@ -125,6 +145,7 @@ class Scheduler:
             raise RuntimeError("a step that must preempt is not planned before the last's commit")
         if self._unread_plan is not None and (propose or self._unread_plan.num_drafts):
             raise RuntimeError("with drafts no step is planned before the last's commit")
+        evicted = self._num_evicted
         steps = [RankStep(self.limits.max_tokens) for _ in self._ranks]
         for rank, step in zip(self._ranks, steps, strict=True):
             for request in [r for r in rank.running if not r.is_prefill]:
@@ -132,12 +153,15 @@ class Scheduler:
                     step.add(request)
             for request in rank.running:
                 if request.is_prefill and step.budget:
-                    step.add(request)
+                    self.statistics.cached_tokens += rank.catch_up(request)
+                    if not rank.awaits(request):
+                        step.add(request)
         self._admit(steps)
         if propose is not None and all(step.decodes_only for step in steps):
             for rank, step in zip(self._ranks, steps, strict=True):
                 step.add_drafts(rank, self.limits, propose)
-        plan = StepPlan(tuple(tuple(step.sequences) for step in steps))
+        self.statistics.evictions += self._num_evicted - evicted
+        plan = StepPlan(tuple(step.in_order for step in steps))
         if len(self._requests) > len(self._ending) and not plan.sequences:
             raise RuntimeError(f"{len(self._requests)} requests are unfinished and none can run")
         self._open_plan = plan
@@ -164,6 +188,8 @@ class Scheduler:
                 else:
                     self.statistics.decode_tokens += sequence.num_tokens
                 request.num_computed += sequence.num_tokens - len(sequence.drafts)
+                if not sequence.drafts:
+                    rank.keep(request)
                 if not sequence.samples:
                     continue
                 request.token_ids.append(unread_token(row))
@@ -208,6 +234,9 @@ class Scheduler:
                 continue
             tokens = sampled[request.request_id]
             request.token_ids[-1:] = tokens
+            if sequence.drafts and request.rank is not None:
+                request.num_computed += len(tokens) - 1
+                self._ranks[request.rank].keep(request)
             self.statistics.generated_tokens += len(tokens)
             if request.request_id in failed:
                 self.finish(request, "error", failed[request.request_id])
@@ -216,7 +245,6 @@ class Scheduler:
             elif self.limits.is_reached(request):
                 self.finish(request, "length")
             else:
-                request.num_computed += len(tokens) - 1
                 continue
             finished.append(request)
         for rank in self._ranks:
@@ -231,7 +259,10 @@ class Scheduler:
             rank.shrink()
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a request that runs or waits, and free its pages. RuntimeError if it does neither."""
+        """End a request that runs or waits, and free its pages. RuntimeError if it does neither.
+
+        With "error" its pages are not kept, unless others use them: what is in them may be wrong.
+        """
         if self._requests.get(request.request_id) is not request:
             raise RuntimeError(f"request {request.request_id} neither runs nor waits")
         request.finish_reason = reason
@@ -243,6 +274,9 @@ class Scheduler:
             queue.remove(request)
         if request.has_unread:
             request.token_ids.pop()
+        if reason == "error":
+            for rank in self._ranks:
+                rank.forget(request)
         del self._requests[request.request_id]
         self.statistics.finished[reason] += 1
 
@@ -261,6 +295,14 @@ class Scheduler:
             if request.has_unread:
                 request.token_ids.pop()
 
+    def forget_pages(self) -> None:
+        """Keep no page any longer. RuntimeError while a request is unfinished."""
+        if self.has_work:
+            raise RuntimeError(
+                f"{len(self._requests)} requests are unfinished, and use their pages"
+            )
+        self._ranks = self._new_ranks(len(self._ranks))
+
     def abort(self, request_id: int) -> Request | None:
         """End an unfinished request with "abort" and return it; None if the id has none."""
         request = self._requests.get(request_id)
@@ -273,9 +315,11 @@ class Scheduler:
         check_books(self._ranks, list(self._waiting), self._ending, self._requests)
 
     def _new_ranks(self, count: int) -> list[Rank]:
-        limits = self.limits
-        sizes = limits.num_pages, limits.page_size, limits.max_sequences
-        return [Rank(index, *sizes) for index in range(count)]
+        return [Rank(index, self.limits, self._keeps_pages) for index in range(count)]
+
+    @property
+    def _num_evicted(self) -> int:
+        return sum(rank.pages.num_evicted for rank in self._ranks)
 
     def _expect_open(self, plan: StepPlan) -> None:
         if plan is not self._open_plan:
@@ -307,8 +351,13 @@ class Scheduler:
                 for rank, step in zip(self._ranks, steps, strict=True)
                 if step.budget and len(rank.running) < rank.max_sequences
             ]
-            rank = max(open_ranks, key=lambda rank: rank.spare, default=None)
-            if rank is None or not rank.place(self._waiting[0]):
+            choice = choose_rank(open_ranks, self._waiting[0])
+            if choice is None:
                 return
-            steps[rank.index].add(self._waiting.popleft())
+            rank, found = choice
+            request = self._waiting.popleft()
+            rank.place(request, found)
             self.statistics.admissions += 1
+            self.statistics.cached_tokens += request.num_computed
+            if not rank.awaits(request):
+                steps[rank.index].add(request)

@@ -72,8 +72,17 @@ class Dispatched:
         return (self.tokens[request.request_id] or [0])[0]  # what follows no token is thrown away
 
 
-def make(request_id: int, prompt: int, max_new_tokens: int = 100) -> Request:
-    ids = tuple(1000 * request_id + i for i in range(prompt))
+def make(request_id: int, prompt: int, max_new_tokens: int = 100, shared: int = 0) -> Request:
+    """Of the prompt `shared` tokens are those of all others, and half as many more of every third."""
+    first, second = min(shared, prompt), min(shared + shared // 2, prompt)
+    ids = tuple(
+        i
+        if i < first
+        else 1000 * (1 + request_id % 3) + i
+        if i < second
+        else 10_000 * request_id + i
+        for i in range(prompt)
+    )
     return Request(request_id, ids, SamplingParams(max_new_tokens=max_new_tokens))
 
 
@@ -202,8 +211,10 @@ def test_admission_stops_at_the_first_that_does_not_fit() -> None:
     assert step(scheduler) == [[(0, 8, True)]]
 
 
-def test_the_youngest_is_preempted_and_computed_anew() -> None:
-    scheduler = scheduler_of(num_pages=6, max_tokens=32)
+@pytest.mark.parametrize(("prefix_cache", "found"), [(False, 0), (True, 8)])
+def test_the_youngest_is_preempted_and_computed_anew(prefix_cache: bool, found: int) -> None:
+    """But for the full pages of it that nobody needed: there is one page more than they take."""
+    scheduler = scheduler_of(num_pages=6, max_tokens=32, prefix_cache=prefix_cache)
     old, young = make(0, 7), make(1, 8)
     scheduler.add(old)
     scheduler.add(young)
@@ -218,7 +229,7 @@ def test_the_youngest_is_preempted_and_computed_anew() -> None:
     assert scheduler.statistics.discarded_tokens == len(tokens) - 1
     scheduler.finish(old, "stop")
     resumed = step(scheduler)
-    assert resumed == [[(1, len(tokens), True), (2, 1, True)]]
+    assert resumed == [[(1, len(tokens) - found, True), (2, 1, True)]]
     assert young.token_ids[:-1] == tokens
 
 
@@ -537,6 +548,15 @@ class Workload:
     aborts: list[tuple[int, int]]  # step, request id
     failures: frozenset[int] = frozenset()  # steps whose plan is discarded
     crashes: frozenset[int] = frozenset()  # steps after which all is computed anew
+    shared: int = 0  # tokens that all prompts begin with
+    prefix_cache: bool = True
+
+    def make(self) -> tuple[Scheduler, Model, list[Request]]:
+        sizes = self.sizes
+        model = Model(sizes["num_ranks"], sizes["num_pages"], sizes["page_size"])
+        prompts = enumerate(self.requests)
+        requests = [make(i, prompt, new, self.shared) for i, (_, prompt, new) in prompts]
+        return Scheduler(**sizes, prefix_cache=self.prefix_cache), model, requests
 
 
 @st.composite
@@ -560,6 +580,8 @@ def workloads(draw: st.DrawFn) -> Workload:
         aborts=draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 11)), max_size=2)),
         failures=frozenset(draw(st.lists(st.integers(0, 30), max_size=2))),
         crashes=frozenset(draw(st.lists(st.integers(0, 30), max_size=2))),
+        shared=draw(st.sampled_from([0, 2, 7, 20])),
+        prefix_cache=draw(st.booleans()),
     )
 
 
@@ -631,9 +653,7 @@ def simulate_drafts(load: Workload) -> tuple[Scheduler, list[Request]]:
 
 def simulate(load: Workload, propose: bool = False) -> tuple[Scheduler, list[Request]]:
     sizes = load.sizes
-    scheduler = Scheduler(**sizes)
-    model = Model(sizes["num_ranks"], sizes["num_pages"], sizes["page_size"])
-    requests = [make(i, prompt, new) for i, (_, prompt, new) in enumerate(load.requests)]
+    scheduler, model, requests = load.make()
     admitted: set[int] = set()
     now = 0
     while scheduler.has_work or now <= load.requests[-1][0]:
@@ -650,7 +670,7 @@ def simulate(load: Workload, propose: bool = False) -> tuple[Scheduler, list[Req
         planned = {s.request.request_id for s in plan.sequences}
         unfinished = [r.request_id for r in requests if r.arrival is not None and not r.is_finished]
         assert not unfinished or unfinished[0] in planned, "the oldest request must advance"
-        admitted |= planned
+        admitted |= {r.request_id for r in requests if r.rank is not None}
         skipped = [i for i in range(max(admitted, default=0)) if i not in admitted]
         assert all(requests[i].is_finished for i in skipped), "admission out of order"
         if now in load.failures:
@@ -671,9 +691,7 @@ def simulate(load: Workload, propose: bool = False) -> tuple[Scheduler, list[Req
 def simulate_ahead(load: Workload) -> tuple[Scheduler, list[Request]]:
     """Each step is run before the tokens of the one before are committed, unless it preempts."""
     sizes = load.sizes
-    scheduler = Scheduler(**sizes)
-    model = Model(sizes["num_ranks"], sizes["num_pages"], sizes["page_size"])
-    requests = [make(i, prompt, new) for i, (_, prompt, new) in enumerate(load.requests)]
+    scheduler, model, requests = load.make()
 
     def dispatch(before: Dispatched | None = None) -> Dispatched | None:
         decoding = [r for r in requests if r.rank is not None and not r.is_prefill]
@@ -734,6 +752,8 @@ def test_every_request_finishes_with_exactly_its_tokens(load: Workload, run: Any
     statistics = scheduler.statistics
     assert statistics.generated_tokens == sum(r.num_generated for r in requests)
     assert statistics.preemptions == sum(r.num_preemptions for r in requests)
+    found = sum(r.num_cached for r in requests)
+    assert found <= statistics.cached_tokens and (load.prefix_cache or not statistics.cached_tokens)
     assert sum(statistics.finished.values()) == len(requests)
 
 
