@@ -178,6 +178,7 @@ class LLM:
         params: SamplingParams | Iterable[SamplingParams] | None = None,
         on_token: Callable[[int, TokenEvent], None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
     ) -> list[Completion]:
         """Generate for all prompts, batched continuously.
 
@@ -188,12 +189,14 @@ class LLM:
         Args:
             prompts: texts, token-id lists, or chats (lists of {"role", "content"}), all read before
                 the first is run. One text counts as a list of it. Of several processes only the
-                first's count, and its `params`.
+                first's count, and its other arguments.
             params: for all, or one for each; default `default_sampling.params()`: greedy, unless
                 the model's generation_config.json asks for something else.
             on_token: called with (index of the prompt, `TokenEvent`) for each token as it comes.
             chat_template_kwargs: what the chat template of the model knows beside the messages,
                 such as {"enable_thinking": False}; for the prompts that are chats.
+            cache_salt: what is kept of these prompts is found only by those with the same one, so
+                that nobody learns from the time that a prompt takes what others have asked.
 
         Returns:
             One `Completion` per prompt, in order. A prompt that cannot run (empty, too long, ...)
@@ -201,18 +204,22 @@ class LLM:
             are not finite, or that is aborted.
 
         Raises:
-            ValueError: `prompts`, `params` or `on_token` are of another kind, or `params` of
-                another number than `prompts`.
+            ValueError: `prompts`, `params`, `on_token` or `cache_salt` are of another kind, or
+                `params` of another number than `prompts`.
             RuntimeError: there are several processes, and another thread is in a call; or somebody
                 took a request of this call out of the engine.
         """
         if on_token is not None and not callable(on_token):
             raise ValueError(f"on_token is {on_token!r:.80}: expected a function, or None")
         with self._calls.enter():
-            return self._generate(self._ask(prompts, params, chat_template_kwargs), on_token)
+            asked, salt = self._ask(prompts, params, chat_template_kwargs, cache_salt)
+            return self._generate(asked, salt, on_token)
 
     def _generate(
-        self, asked: Sequence[_Asked], on_token: Callable[[int, TokenEvent], None] | None
+        self,
+        asked: Sequence[_Asked],
+        salt: str,
+        on_token: Callable[[int, TokenEvent], None] | None,
     ) -> list[Completion]:
         done: dict[int, Completion] = {}
         index_of: dict[int, int] = {}  # request id -> index of its prompt
@@ -220,7 +227,7 @@ class LLM:
         try:
             for index, each in enumerate(asked):
                 try:
-                    index_of[self.engine.add(each.encoded(), each.params, call)] = index
+                    index_of[self.engine.add(each.encoded(), each.params, call, salt)] = index
                 except ValueError as error:
                     done[index] = Completion(each.prompt, [], [], "", "error", str(error))
                     if on_token is not None:
@@ -246,7 +253,9 @@ class LLM:
         self.engine.check()
         return [done[index] for index in range(len(asked))]
 
-    def _ask(self, prompts: object, params: object, template_kwargs: Any) -> list[_Asked]:
+    def _ask(
+        self, prompts: object, params: object, template_kwargs: Any, salt: object
+    ) -> tuple[list[_Asked], str]:
         """What the first process was asked for, in all; an error there is one in all.
 
         The first process alone makes token ids of prompts and draws seeds: a chat template may look
@@ -255,16 +264,18 @@ class LLM:
         asked, refused = None, None
         if is_first():
             try:
+                if not isinstance(salt, str):
+                    raise ValueError(f"cache_salt is {salt!r:.80}: expected a text")
                 kwargs = check_template_arguments(template_kwargs)
                 listed, each = _as_lists(prompts, params, self.default_sampling.params)
                 asked = [self._one(*pair, kwargs) for pair in zip(listed, each, strict=True)]
             except Exception as error:  # of the caller's generators too: the others wait for word
                 refused = error
-        asked, told = from_first((asked, None if refused is None else str(refused)))
+        asked, salt, told = from_first((asked, salt, None if refused is None else str(refused)))
         if told is not None:
             raise refused or ValueError(told)
-        assert asked is not None
-        return asked
+        assert asked is not None and isinstance(salt, str)
+        return asked, salt
 
     def _one(self, prompt: Prompt, params: SamplingParams, kwargs: Mapping[str, Any]) -> _Asked:
         if params.seed is None:

@@ -11,8 +11,7 @@ import numpy as np
 from flax import nnx
 
 from tbo_jax import SamplingParams
-from tbo_jax.engine.engine import TokenEvent
-from tbo_jax.step.runner import ModelRunner
+from tbo_jax.engine.engine import Engine, TokenEvent
 from tests.engine.loads import Load, Result, random_load
 
 BAD = [8, 36, 77, 101, 141]  # tokens whose embedding is NaN: whoever gets one has no next one
@@ -21,8 +20,13 @@ ERROR = TokenEvent(None, None, "", "error")
 
 
 @contextmanager
-def poisoned(runner: ModelRunner, name: tuple[Any, ...], index: Any) -> Iterator[None]:
-    """For as long as it lasts, a part of one of the runner's weights is NaN."""
+def poisoned(engine: Engine, name: tuple[Any, ...], index: Any) -> Iterator[None]:
+    """For as long as it lasts, a part of one of the engine's weights is NaN.
+
+    What it computed before is forgotten. What it computes meanwhile and is NaN it forgets by itself.
+    """
+    engine.clear_prefix_cache()
+    runner = engine.runner
     clean = runner._weights
     state = jax.tree.unflatten(runner._structure, clean)
     place = [path for path, _ in nnx.to_flat_state(state)].index(name)

@@ -158,7 +158,7 @@ def test_logits_that_are_not_finite_end_one_request_only(engines, which, compila
     for seed in range(6):
         load = load_with_bad(np.random.default_rng(seed), content=seed % 2 == 1)
         clean = run(waiting, load)
-        with poisoned(engine.runner, EMBEDDING, BAD):
+        with poisoned(engine, EMBEDDING, BAD):
             found = run(engine, load)
         ends += check_until_bad(load, clean, found)
     assert min(ends.count(end) for end in ("at once", "later", "well")) > 5
@@ -175,7 +175,7 @@ def test_the_error_names_the_token(engines, which):
     place = next(i for i in range(5, 9) if given[i + 3] not in given[: i + 3])
     bad = given[place + 3]
     finished = dict(engine.scheduler.statistics.finished)
-    with poisoned(engine.runner, EMBEDDING, bad):
+    with poisoned(engine, EMBEDDING, bad):
         request_id = engine.add([1, 2, 3], wanted)
         while engine.has_work:
             events = engine.step()
@@ -196,7 +196,7 @@ def test_an_expert_that_is_not_finite_harms_those_who_chose_it(engines):
     wanted = SamplingParams(max_new_tokens=3, ignore_eos=True)
     load = Load([[i, i + 1] for i in range(24)], [wanted] * 24, [0] * 24)
     clean = run(ahead, load)
-    with poisoned(ahead.runner, ("layers", 1, "mlp", "down_proj"), (5, 0, 0)):
+    with poisoned(ahead, ("layers", 1, "mlp", "down_proj"), (5, 0, 0)):
         found = run(ahead, load)
     well = []
     for ours, theirs in zip(found.events, clean.events, strict=True):
@@ -209,7 +209,7 @@ def test_an_expert_that_is_not_finite_harms_those_who_chose_it(engines):
 def test_every_request_of_a_broken_model_says_so(engines):
     waiting, _ = engines
     load = random_load(np.random.default_rng(1), content=False)
-    with poisoned(waiting.runner, ("norm", "scale"), 0):
+    with poisoned(waiting, ("norm", "scale"), 0):
         assert run(waiting, load).events == [[ERROR]] * len(load.prompts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from tbo_jax.engine.scheduling.prefixes import Block, Place, PrefixIndex
 
@@ -146,7 +146,7 @@ class PageAllocator:
                 raise RuntimeError(f"a sequence has a page twice: {list(pages)}")
         if len(free) != len(self._free):
             raise RuntimeError(f"the free list {sorted(self._free)} names a page twice")
-        places = {"owned": users, "idle": self._idle, "free": free}
+        places: dict[str, Container[int]] = {"owned": users, "idle": self._idle, "free": free}
         for page in range(1, self.num_pages):
             names = [name for name, there in places.items() if page in there]
             if len(names) > 1:
