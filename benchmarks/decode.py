@@ -86,6 +86,7 @@ def tbo_subject(args: Arguments, use_tbo: bool) -> Callable[[Load], None]:
         overlap=OverlapConfig("on" if use_tbo else "off"),
         max_context=1024,
         max_sequences=args.requests,
+        prefix_cache=False,  # the loads are repeated
         show_progress=True,
     )
 
@@ -161,7 +162,8 @@ import json
 from pathlib import Path
 from tbo_jax import LLM, OverlapConfig, SamplingParams
 llm = LLM({str(args.model)!r}, devices=1, dtype="float32", overlap=OverlapConfig(),
-          max_context=1024, max_sequences={args.requests}, compilation_cache=False)
+          max_context=1024, max_sequences={args.requests}, prefix_cache=False,
+          compilation_cache=False)
 llm.generate([[9] * 100] * {args.requests}, SamplingParams(max_new_tokens=32, ignore_eos=True))
 runner = llm.engine.runner
 # Not getrusage: its figure starts from what the parent process had.

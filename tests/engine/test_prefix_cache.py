@@ -111,9 +111,9 @@ def test_the_same_tokens_and_text_as_without(engines, compilations):
 
 @pytest.mark.slow
 def test_the_same_tokens_and_text_as_without_many_times(engines):
-    check_loads(engines, range(1000, 1250))
+    check_loads(engines, range(1000, 1100))
     assert engines[1].scheduler.statistics.preemptions > 5
-    assert engines[1].scheduler.statistics.evictions > 1000
+    assert engines[1].scheduler.statistics.evictions > 300
 
 
 def crowd(count: int) -> Load:

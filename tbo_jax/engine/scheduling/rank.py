@@ -109,7 +109,7 @@ class Rank:
                 break
             if (
                 older.is_prefill
-                and older.num_computed // self.page_size == at < older.num_tokens // self.page_size
+                and older.num_computed // self.page_size == at
                 and self._key(older, at) == wanted
             ):
                 return True

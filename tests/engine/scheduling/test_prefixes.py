@@ -352,14 +352,25 @@ def test_those_that_begin_alike_in_one_step_compute_it_once() -> None:
 
 
 def test_a_long_prompt_is_taken_over_chunk_by_chunk() -> None:
-    scheduler = scheduler_of(max_tokens=6)
-    for number in range(2):
-        scheduler.add(request(number, *range(16), 50 + number))
-    computed = [step(scheduler) for _ in range(4)]
-    # The second one waits at the page that the first one is at, and follows when it is past it.
-    assert computed[:3] == [[[(0, 6, False)]], [[(0, 6, False)]], [[(0, 5, True)]]]
-    assert computed[3] == [[(0, 1, True), (1, 1, True)]]
-    assert scheduler.statistics.cached_tokens == 16
+    scheduler = scheduler_of(max_tokens=10)
+    requests = [request(number, *range(16), 50 + number) for number in range(2)]
+    for each in requests:
+        scheduler.add(each)
+    assert step(scheduler) == [[(0, 10, False)]]
+    # There is room for three tokens more, and the second one is at the page that the first is at.
+    assert step(scheduler) == [[(0, 7, True)]]
+    assert requests[1].num_cached == 8
+    assert step(scheduler) == [[(0, 1, True), (1, 1, True)]]
+    assert requests[1].num_cached == scheduler.statistics.cached_tokens == 16
+
+
+def test_who_waited_once_waits_again_for_another_one() -> None:
+    scheduler = one_by_one()
+    for number, shared in enumerate((8, 16, 16)):
+        scheduler.add(request(number, *range(shared), 50 + number))
+    assert step(scheduler) == [[(0, 9, True)]]
+    assert step(scheduler) == [[(0, 1, True), (1, 9, True)]]
+    assert step(scheduler) == [[(0, 1, True), (1, 1, True), (2, 1, True)]]
 
 
 def test_who_waited_goes_on_alone_when_the_other_one_is_gone() -> None:

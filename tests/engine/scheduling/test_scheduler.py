@@ -231,6 +231,7 @@ def test_the_youngest_is_preempted_and_computed_anew(prefix_cache: bool, found: 
     resumed = step(scheduler)
     assert resumed == [[(1, len(tokens) - found, True), (2, 1, True)]]
     assert young.token_ids[:-1] == tokens
+    assert young.num_cached == 0 and scheduler.statistics.cached_tokens == found
 
 
 def test_one_that_comes_back_to_a_rank_stands_before_younger_ones() -> None:
