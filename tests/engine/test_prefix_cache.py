@@ -225,6 +225,14 @@ def test_requests_that_begin_alike_at_once(llm):
     assert after["evictions"] == before["evictions"]
 
 
+def test_a_warm_up_forgets_what_its_steps_may_overwrite(llm):
+    wanted = SamplingParams(max_new_tokens=1)
+    llm.generate(GOLDEN.prompts[2:], wanted)
+    assert llm.generate(GOLDEN.prompts[2:], wanted)[0].num_cached_tokens > 0
+    llm.engine.warm_up()
+    assert llm.generate(GOLDEN.prompts[2:], wanted)[0].num_cached_tokens == 0
+
+
 def test_pages_in_use_cannot_be_forgotten(llm):
     def clear(index, event):
         llm.engine.clear_prefix_cache()

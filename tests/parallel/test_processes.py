@@ -72,16 +72,18 @@ class Pair:
 
 
 def test_tokens_are_those_of_one_process(folder: Path) -> None:
-    """Requests are entered on the first; both compute them."""
-    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    """Requests are entered on the first; both compute them, and find the same pages again."""
+    prompts = [word for prompt in PROMPTS * 3 for word in ("--prompt", prompt)]
     options = ("--model", folder, "--max-new-tokens", 8, "--page-size", 4, "--json", "--quiet")
+    options += ("--max-sequences", 1)
     with Pair(*options, first=tuple(prompts)) as (first, second):
         out, err = first.communicate(timeout=240)
         other, _ = second.communicate(timeout=60)
     assert (first.returncode, second.returncode) == (0, 0), err.decode()
     *found, last = rows(out)
-    assert [row["token_ids"] for row in found] == [g[:8] for g in GOLDEN.greedy]
+    assert [row["token_ids"] for row in found] == [g[:8] for g in GOLDEN.greedy] * 3
     stats = last["stats"]
+    assert stats["cached_tokens"] > 0
     assert stats["devices"] == 4 and stats["steps_split"] and stats["link_bytes"]
     assert b'"prompt"' not in other
 
