@@ -655,11 +655,11 @@ def test_dense_model_says_that_nothing_overlaps(tmp_path, caplog):
 def test_the_models_sampling_is_the_default_and_said_once(folder, tmp_path, caplog, monkeypatch):
     copy = tmp_path / "model"
     shutil.copytree(folder, copy)
-    asked = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 5, "repetition_penalty": 1.1}
+    asked = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 5, "typical_p": 0.9}
     (copy / "generation_config.json").write_text(json.dumps(asked))
     llm = make_llm(copy, max_sequences=1, max_tokens=16)
     (said,) = [r.getMessage() for r in caplog.records if "generation_config" in r.getMessage()]
-    assert "temperature 0.7" in said and "not applied: repetition_penalty 1.1" in said
+    assert "temperature 0.7" in said and "not applied: typical_p 0.9" in said
     prompt = GOLDEN.prompts[0]
     drawn = llm.default_sampling.params(seed=4)
     assert (drawn.temperature, drawn.max_new_tokens) == (0.7, 5)
