@@ -56,12 +56,18 @@ class EngineConfig:
     """Dispatch a step before the tokens of the last one are read; default: unless speculate."""
     speculate: int = 0
     """Verify up to so many draft tokens of a sequence in a step, guessed from its text; 0: none."""
+    request_options: bool = True
+    """Compile what penalties, biases, log-probabilities and the like need, and leave memory for it;
+    requests that ask for such options are refused without."""
+    max_logprobs: int = 20
+    """Most log-probabilities of other tokens that a request may ask for with each of its own."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, unless JAX is told another one."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "max_sequences", "max_tokens", "page_size"):
             whole_number(name, getattr(self, name), 1)
+        whole_number("max_logprobs", self.max_logprobs, 0)
         for name, least in {"devices": 1, "max_context": 2, "num_pages": 2}.items():
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), least)
@@ -76,6 +82,7 @@ class EngineConfig:
             "dispatch_dtype": (None, *get_args(DispatchDtype)),
             "look_ahead": (None, True, False),
             "scanned": (True, False),
+            "request_options": (True, False),
             "compilation_cache": (True, False),
         }.items():
             value = getattr(self, name)
