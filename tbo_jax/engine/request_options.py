@@ -62,9 +62,13 @@ def request_options(
         ValueError: an id outside the vocabulary, a word that has no tokens, more of either than
             there is room for, options that leave no token, or that the engine does not have.
     """
-    for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        for item in getattr(params, field) or ():
-            token = item[0] if field == "logit_bias" else item
+    bias, allowed = dict(params.logit_bias), params.allowed_token_ids
+    for field, ids in {
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": allowed or (),
+        "logit_bias": bias,
+    }.items():
+        for token in ids:
             if token >= vocabulary:
                 raise ValueError(
                     f"SamplingParams.{field} has id {token}: expected ids of the vocabulary of "
@@ -80,8 +84,6 @@ def request_options(
             f"{MAX_WORDS}"
         )
     banned = {word[0] for word in words if len(word) == 1}
-    bias = dict(params.logit_bias)
-    allowed = params.allowed_token_ids
     if allowed is not None:
         bias = {token: bias.get(token, 0.0) for token in allowed}
     left = set(range(vocabulary) if allowed is None else allowed) - banned

@@ -698,7 +698,11 @@ def test_tokens_without_text_end_their_request_only(llm, monkeypatch):
                 raise ValueError("no such token")
             return super().push(token_id)
 
-    monkeypatch.setattr(engine_module, "TextStream", lambda *a: made.append(Broken(*a)) or made[-1])
+    def make(*args, **options):
+        made.append(Broken(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(engine_module, "TextStream", make)
     bad, good = llm.generate(GOLDEN.prompts[:2], greedy(4))
     assert bad.finish_reason == "error" and "no text: no such token" in bad.error
     assert good.token_ids == GOLDEN.greedy[1][:4]
