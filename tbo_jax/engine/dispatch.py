@@ -173,14 +173,15 @@ class Dispatcher:
         rows = sampled_rows(bucket)
         packed = np.stack([_sampling_inputs(rank, seeds, rows).packed() for rank in plan.ranks])
         inputs = over_ranks(packed, self.runner.mesh)
+        asked = self._options if options else None
+        assert asked is not None or not options
         wanted, described = logits, None
-        if options:
-            assert self._options is not None
+        if asked is not None:
             fed = None if before is None else before.padded
-            wanted = self._options.change(plan, options, logits, fed)
+            wanted = asked.change(plan, options, logits, fed)
         tokens, padded, readable = self._sampler(rows)(wanted, inputs)
-        if self._options is not None:
-            described = self._options.describe(plan, options, logits, tokens)
+        if asked is not None:
+            described = asked.describe(plan, options, logits, tokens)
         for array in (readable, described):
             if array is not None:
                 array.copy_to_host_async()  # while the next step runs

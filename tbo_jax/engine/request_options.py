@@ -84,10 +84,8 @@ def request_options(
             f"{MAX_WORDS}"
         )
     banned = {word[0] for word in words if len(word) == 1}
-    if allowed is not None:
-        bias = {token: bias.get(token, 0.0) for token in allowed}
-    left = set(range(vocabulary) if allowed is None else allowed) - banned
-    if not left - ends:
+    # Of all tokens only their number: this runs for each request.
+    if not (vocabulary - len(banned | ends) if allowed is None else {*allowed} - banned - ends):
         raise ValueError(
             "allowed_token_ids, bad_words and min_tokens of SamplingParams rule out every token: "
             "expected one that is left"
@@ -95,7 +93,7 @@ def request_options(
     if allowed is None:
         bias |= dict.fromkeys(banned, -math.inf)
     else:
-        bias = {token: value for token, value in bias.items() if token in left}
+        bias = {token: bias.get(token, 0.0) for token in allowed if token not in banned}
     penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
     options = RequestOptions(
         only=allowed is not None,
