@@ -15,6 +15,7 @@ from tbo_jax.overlap.split import gather_tokens, split_batch_decoder_layers
 from tbo_jax.overlap.stages import StackedLayers, Stage, run_layers
 from tbo_jax.parallel.exchange import make_exchange
 from tbo_jax.parallel.sharding import RANKS, make_mesh
+from tbo_jax.sampling.logprobs import TokenLogprobs
 from tbo_jax.sampling.params import SamplingParams
 from tbo_jax.step.inputs import Inputs
 from tbo_jax.step.runner import ModelRunner
@@ -44,6 +45,7 @@ __all__ = [
     "StackedLayers",
     "Stage",
     "TokenEvent",
+    "TokenLogprobs",
     "TokenizerError",
     "__version__",
     "allocate_attention_buffers",

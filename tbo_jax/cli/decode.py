@@ -6,8 +6,9 @@
 USE_TBO=auto times the steps of each size both ways and splits those that this makes faster.
 
 Text streams as it comes: of several prompts, which are decoded together, the first unfinished one
-streams and the others follow in order. With --json one object per prompt is printed in the order
-given, then one with statistics. Exit status: 0, 1 if a prompt could not run, 2 if nothing could.
+streams and the others follow in order. With --json one object per completion is printed, prompts in
+the order given, then one with statistics. Exit status: 0, 1 if a prompt could not run, 2 if nothing
+could.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Arguments:
     chat_template_kwargs: str | None = None
     """What the chat template knows beside the messages, as JSON: '{"enable_thinking": false}'."""
     max_new_tokens: int | None = None
-    """Most tokens to generate for a prompt. Default of this and the next four: what the model's
+    """Most tokens to generate for a prompt. Default of this and the next five: what the model's
     generation_config.json says, else 128."""
     temperature: float | None = None
     """0 is greedy decoding. Default: see --max-new-tokens; else 0."""
@@ -61,10 +62,35 @@ class Arguments:
     """Sample among the most probable tokens that reach this mass; 1 is off."""
     min_p: float | None = None
     """Drop tokens less probable than this fraction of the best one's; 0 is off."""
+    repetition_penalty: float | None = None
+    """Divide the logit of each token that was in prompt or text if above 0, else multiply it; 1 is
+    off."""
+    frequency_penalty: float | None = None
+    """Take this off a token's logit for each time that it was generated; 0 is off."""
+    presence_penalty: float | None = None
+    """Take this off the logit of each token that was generated; 0 is off."""
+    logit_bias: str | None = None
+    """What is added to the logits of tokens, by id, as JSON: '{"1734": -2.5}'."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Generate nothing but these tokens."""
+    bad_words: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    """Texts that are not generated, token by token; several, or the option repeated."""
+    min_tokens: int | None = None
+    """Generate so many tokens before a token or a stop string can end the text."""
+    n: int | None = None
+    """Completions of each prompt, with seeds that count on from its own; needs --json."""
+    logprobs: int | None = None
+    """Tell the log-probability of each token and of the N most probable ones; needs --json."""
     seed: int | None = None
     """Prompt i samples with seed SEED + i; default: a random one."""
     stop: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     """Texts that end a generation; several, or the option repeated."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Tokens that end a generation."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string, or the token, that ended a text."""
+    skip_special_tokens: bool = True
+    """Print no special tokens."""
     coordinator: str | None = None
     """Run as one of several processes, started alike: HOST:PORT of the first one, or "auto" where
     SLURM, Open MPI or Kubernetes started them."""
@@ -142,22 +168,40 @@ def read_prompts(args: Arguments) -> list[str]:
 def sampling_params(
     args: Arguments, count: int, make: Callable[..., SamplingParams] = SamplingParams
 ) -> list[SamplingParams]:
-    """One for each of `count` prompts; `make` knows what the command line leaves open."""
+    """One for each of `count` prompts; `make` knows what the command line leaves open.
+
+    Raises:
+        ValueError: a value out of range, or one that only --json has a place for.
+    """
     given: dict[str, Any] = {
-        name: value
-        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
-        if (value := getattr(args, name)) is not None
+        field.name: value
+        for field in dataclasses.fields(SamplingParams)
+        if (value := getattr(args, field.name, None)) is not None
     }
+    for name in ("n", "logprobs"):
+        if name in given and not args.json:
+            raise ValueError(f"--{name} {given[name]} needs --json")
+    for name in ("stop", "bad_words"):
+        given[name] = tuple(text for texts in given[name] for text in texts)
+    if args.logit_bias is not None:
+        given["logit_bias"] = read_bias(args.logit_bias)
     if args.seed is not None and not 0 <= args.seed <= MAX_SEED:
         raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {args.seed}")
-    return [
-        make(
-            **given,
-            seed=None if args.seed is None else (args.seed + i) % (MAX_SEED + 1),
-            stop=tuple(text for texts in args.stop for text in texts),
-        )
-        for i in range(count)
-    ]
+    seeds = [None if args.seed is None else (args.seed + i) % (MAX_SEED + 1) for i in range(count)]
+    return [make(**{**given, "seed": seed}) for seed in seeds]
+
+
+def read_bias(text: str) -> dict[int, Any]:
+    """That of --logit-bias, by token id.
+
+    Raises:
+        ValueError: it is no JSON object, or a key is no token id.
+    """
+    bias = parse_json_object(text, "--logit-bias")
+    for key in bias:
+        if not (key.isascii() and key.isdecimal()):
+            raise ValueError(f"--logit-bias has the key {key!r:.80}: expected a token id")
+    return {int(key): value for key, value in bias.items()}
 
 
 def template_arguments(args: Arguments) -> dict[str, Any]:
@@ -190,18 +234,21 @@ def overlap_config(args: Arguments) -> OverlapConfig:
 
 
 def print_json(prompts: Sequence[str], completions: Sequence[Completion], llm: LLM) -> None:
-    """One object per prompt, then the statistics."""
-    for prompt, done in zip(prompts, completions, strict=True):
-        row: dict[str, Any] = {
-            "prompt": prompt,
-            "text": done.text,
-            "prompt_token_ids": done.prompt_token_ids,
-            "token_ids": done.token_ids,
-            "finish_reason": done.finish_reason,
-        }
-        if done.error is not None:
-            row["error"] = done.error
-        print(json.dumps(row, ensure_ascii=False))
+    """One object per completion, then the statistics."""
+    for prompt, first in zip(prompts, completions, strict=True):
+        for done in (first, *first.others):
+            row: dict[str, Any] = {
+                "prompt": prompt,
+                "text": done.text,
+                "prompt_token_ids": done.prompt_token_ids,
+                "token_ids": done.token_ids,
+                "finish_reason": done.finish_reason,
+            }
+            if done.error is not None:
+                row["error"] = done.error
+            if done.logprobs is not None:
+                row["logprobs"] = [dataclasses.asdict(known) for known in done.logprobs]
+            print(json.dumps(row, ensure_ascii=False))
     print(json.dumps({"stats": llm.statistics}))
 
 
@@ -228,12 +275,12 @@ def read_on_first(args: Arguments) -> tuple[list[str], bool]:
     return prompts, is_first()
 
 
-def engine_config(args: Arguments, prompts: int) -> EngineConfig:
-    """The engine's options, with no more rows than `prompts` can fill: each size is compiled."""
+def engine_config(args: Arguments, requests: int) -> EngineConfig:
+    """The engine's options, with no more rows than `requests` can fill: each size is compiled."""
     config = dataclasses.replace(args.engine, overlap=overlap_config(args))
     ranks = max(len(find_devices(config.devices)) // config.tensor_parallel, 1)
     return dataclasses.replace(
-        config, max_sequences=min(config.max_sequences, -(-prompts // ranks))
+        config, max_sequences=min(config.max_sequences, -(-requests // ranks))
     )
 
 
@@ -246,7 +293,8 @@ def decode(args: Arguments, name: str) -> int:
     sampling_params(args, 1)
     kwargs = template_arguments(args)
     prompts, first = read_on_first(args)
-    llm = LLM(args.model, engine_config(args, len(prompts)), show_progress=not args.quiet)
+    rows = len(prompts) * (args.n or 1)
+    llm = LLM(args.model, engine_config(args, rows), show_progress=not args.quiet)
     params = sampling_params(args, len(prompts), llm.default_sampling.params)
     inputs: list[Any] = list(prompts)
     if args.chat:
@@ -255,7 +303,7 @@ def decode(args: Arguments, name: str) -> int:
         llm.generate(inputs, params, chat_template_kwargs=kwargs)
         return 0
     if args.json:
-        most = sum(p.max_new_tokens for p in params)
+        most = sum(p.n * p.max_new_tokens for p in params)
         with progress_bar("decoding", not args.quiet) as update:
             done = 0
 

@@ -15,6 +15,7 @@ from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.engine.config import EngineConfig
 from tbo_jax.engine.devices import free_memory
 from tbo_jax.engine.dispatch import buckets_of, sampled_rows
+from tbo_jax.engine.option_rows import OptionRows
 from tbo_jax.engine.sampler import compile_sampler
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.parallel.processes import least
@@ -102,7 +103,9 @@ def default_num_pages(
     return min(wanted, _steady(affordable))
 
 
-def pages_that_fit(runner: ModelRunner, max_sequences: int, drafts: int = 0) -> int:
+def pages_that_fit(
+    runner: ModelRunner, max_sequences: int, drafts: int = 0, max_logprobs: int | None = None
+) -> int:
     """Pages of each device that leave room for the largest steps of `runner`, which are compiled.
 
     As many as the runner's own at most; equal in all processes.
@@ -111,6 +114,7 @@ def pages_that_fit(runner: ModelRunner, max_sequences: int, drafts: int = 0) -> 
         runner: its buffers are not allocated.
         max_sequences: most sequences of one step on one rank.
         drafts: most draft tokens of a sequence.
+        max_logprobs: of options of requests, as `Dispatcher` takes it.
 
     Raises:
         ValueError: the largest step leaves no memory for 2 pages.
@@ -118,7 +122,7 @@ def pages_that_fit(runner: ModelRunner, max_sequences: int, drafts: int = 0) -> 
     cache, free = runner.cache, free_memory(runner.mesh)
     if free is None:
         return cache.num_pages
-    taken = bytes_beside_cache(runner, max_sequences, drafts)
+    taken = bytes_beside_cache(runner, max_sequences, drafts, max_logprobs)
     size = kv_bytes_per_page(runner.config.of_device(runner.tensor.size), cache.page_size)
     affordable = least(max((free - taken) // size, 0))
     if affordable < 2:
@@ -130,19 +134,30 @@ def pages_that_fit(runner: ModelRunner, max_sequences: int, drafts: int = 0) -> 
     return cache.num_pages if affordable >= cache.num_pages else _steady(affordable)
 
 
-def bytes_beside_cache(runner: ModelRunner, max_sequences: int, drafts: int = 0) -> int:
+def bytes_beside_cache(
+    runner: ModelRunner, max_sequences: int, drafts: int = 0, max_logprobs: int | None = None
+) -> int:
     """Most bytes of a device that steps take beside weights and cache, of the programs themselves.
 
     These are the temporary memory and the logits of the largest step and of its sampler, which
     may run beside the next step, and as much as the largest weight: what XLA:GPU copies when it
-    tries kernels out, if a program is compiled later.
+    tries kernels out, if a program is compiled later. Where requests may have options, these are
+    also the tables of the options and what their programs take.
     """
     _, verify, prefill = buckets_of(runner.cache.max_tokens, max_sequences, drafts)
+    options, tables = None, 0
+    if max_logprobs is not None:
+        vocabulary = runner.config.vocab_size
+        options = OptionRows(runner.mesh, max_sequences, vocabulary, max_logprobs)
+        tables = options.table_bytes
     taken = [0]
     for bucket in (*verify[-1:], *prefill[-1:]):
         rows = sampled_rows(bucket)
         sampler = compile_sampler(runner.mesh, rows, runner.config.vocab_size, rows)
-        analyses = runner.compile(bucket).memory_analysis(), sampler.memory_analysis()
+        programs = [runner.compile(bucket), sampler]
+        if options is not None:
+            programs += options.compile(rows)
+        analyses = [program.memory_analysis() for program in programs]
         taken.append(
             sum(
                 a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes
@@ -150,7 +165,7 @@ def bytes_beside_cache(runner: ModelRunner, max_sequences: int, drafts: int = 0)
                 if a is not None
             )
         )
-    return runner.largest_weight + max(taken)
+    return runner.largest_weight + tables + max(taken)
 
 
 def _steady(pages: int) -> int:

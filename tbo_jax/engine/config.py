@@ -59,12 +59,18 @@ class EngineConfig:
     prefix_cache: bool = True
     """Keep the keys and values of ended requests while there is room, and compute only what follows
     where a prompt begins like one of them, or like one that runs."""
+    request_options: bool = True
+    """Compile what penalties, biases, log-probabilities and the like need, and leave memory for it;
+    requests that ask for such options are refused without."""
+    max_logprobs: int = 20
+    """Most log-probabilities of other tokens that a request may ask for with each of its own."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, unless JAX is told another one."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "max_sequences", "max_tokens", "page_size"):
             whole_number(name, getattr(self, name), 1)
+        whole_number("max_logprobs", self.max_logprobs, 0)
         for name, least in {"devices": 1, "max_context": 2, "num_pages": 2}.items():
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), least)
@@ -80,6 +86,7 @@ class EngineConfig:
             "look_ahead": (None, True, False),
             "scanned": (True, False),
             "prefix_cache": (True, False),
+            "request_options": (True, False),
             "compilation_cache": (True, False),
         }.items():
             value = getattr(self, name)

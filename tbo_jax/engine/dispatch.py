@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ import numpy as np
 from tbo_jax.attention.buffers import AttentionBuffers
 from tbo_jax.engine.auto.decide import Decision, decide
 from tbo_jax.engine.auto.trial import Timer
+from tbo_jax.engine.option_rows import OptionRows, Options
 from tbo_jax.engine.sampler import compile_feed, compile_sampler
 from tbo_jax.engine.scheduling.plan import ScheduledSequence, StepPlan
 from tbo_jax.overlap.batch import ForwardBatch, stack_batches
@@ -31,6 +34,7 @@ class DispatchedStep:
     padded: jax.Array  # the same, [R, max_sequences] or more
     readable: jax.Array  # the same as `tokens`, for the host, and with `NOT_FINITE`
     ahead: bool  # the tokens of the step before were not read yet
+    described: jax.Array | None = None  # [R, B or T, ...] int32, where log-probabilities are wanted
 
     def read(self) -> list[list[int]]:
         """Waits for the tokens: of each sequence the one after its last token and each draft.
@@ -38,14 +42,25 @@ class DispatchedStep:
         `NOT_FINITE` stands where logits were not. What a sequence that does not sample has there
         means nothing.
         """
-        tokens = []
-        for rank, sampled in zip(self.plan.ranks, np.asarray(self.readable).tolist(), strict=True):
+        return self._by_sequence(np.asarray(self.readable).tolist())
+
+    def read_described(self) -> list[np.ndarray] | None:
+        """Waits for the log-probabilities of each token that `read` gives; None without any.
+
+        A row of each sequence's array is one of `sampling.options.describe`.
+        """
+        return None if self.described is None else self._by_sequence(np.asarray(self.described))
+
+    def _by_sequence(self, values: Any) -> list[Any]:
+        """Rows of the logits [R][B] -> of each sequence its own."""
+        found = []
+        for rank, rows in zip(self.plan.ranks, values, strict=True):
             start = 0
             for sequence in rank:
                 stop = start + len(sequence.drafts) + 1
-                tokens.append(sampled[start:stop])
+                found.append(rows[start:stop])
                 start = stop
-        return tokens
+        return found
 
 
 def buckets_of(
@@ -73,11 +88,18 @@ class Dispatcher:
     is chosen from the counts of all ranks, so that all of them run the same program.
     """
 
-    def __init__(self, runner: ModelRunner, max_sequences: int, drafts: int = 0) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        max_sequences: int,
+        drafts: int = 0,
+        max_logprobs: int | None = None,
+    ) -> None:
         """Args:
         runner: compiles and runs the step.
         max_sequences: most sequences of one step on one rank.
         drafts: most draft tokens of a sequence.
+        max_logprobs: of options of requests (`OptionRows`); None: no request has any.
         """
         self.runner = runner
         self.max_sequences = max_sequences
@@ -87,6 +109,10 @@ class Dispatcher:
         self._allocated: AttentionBuffers | None = None
         self._samplers: dict[int, jax.stages.Compiled] = {}  # by rows
         self._feeds: dict[int, jax.stages.Compiled] = {}  # by tokens
+        self._options = None
+        if max_logprobs is not None:
+            vocabulary = runner.config.vocab_size
+            self._options = OptionRows(runner.mesh, max_sequences, vocabulary, max_logprobs)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -117,13 +143,19 @@ class Dispatcher:
             self.runner.compile_all(self.buckets, progress)
         for bucket in self.buckets:
             self._sampler(sampled_rows(bucket))
+            if self._options is not None:
+                self._options.compile(sampled_rows(bucket))
             if look_ahead:
                 self._feed(bucket.tokens)
         self._buffers()
         return decisions
 
     def dispatch(
-        self, plan: StepPlan, seeds: Mapping[int, int], before: DispatchedStep | None = None
+        self,
+        plan: StepPlan,
+        seeds: Mapping[int, int],
+        before: DispatchedStep | None = None,
+        options: Options = MappingProxyType({}),
     ) -> DispatchedStep:
         """Start a step and its sampling; returns without waiting for either.
 
@@ -131,6 +163,7 @@ class Dispatcher:
             plan: with one sequence or more.
             seeds: request id -> seed.
             before: the step whose tokens the unread ones of `plan` are.
+            options: of its requests that have any; `max_logprobs` must have been given for them.
         """
         bucket = self.bucket_of(plan)
         batch = stack_batches([self._pack(rank, bucket) for rank in plan.ranks])
@@ -140,9 +173,20 @@ class Dispatcher:
         rows = sampled_rows(bucket)
         packed = np.stack([_sampling_inputs(rank, seeds, rows).packed() for rank in plan.ranks])
         inputs = over_ranks(packed, self.runner.mesh)
-        tokens, padded, readable = self._sampler(rows)(logits, inputs)
-        readable.copy_to_host_async()  # while the next step runs
-        return DispatchedStep(plan, bucket, tokens, padded, readable, before is not None)
+        asked = self._options if options else None
+        assert asked is not None or not options
+        wanted, described = logits, None
+        if asked is not None:
+            fed = None if before is None else before.padded
+            wanted = asked.change(plan, options, logits, fed)
+        tokens, padded, readable = self._sampler(rows)(wanted, inputs)
+        if asked is not None:
+            described = asked.describe(plan, options, logits, tokens)
+        for array in (readable, described):
+            if array is not None:
+                array.copy_to_host_async()  # while the next step runs
+        ahead = before is not None
+        return DispatchedStep(plan, bucket, tokens, padded, readable, ahead, described)
 
     def bucket_of(self, plan: StepPlan) -> Bucket:
         """The shape of a step: of all ranks, those without tokens included."""
@@ -161,6 +205,8 @@ class Dispatcher:
         The buffers were donated to it: they may be gone, or hold its error.
         """
         self._free()
+        if self._options is not None:
+            self._options.forget()
 
     def _buffers(self) -> AttentionBuffers:
         if self._allocated is None:

@@ -15,6 +15,7 @@ from tbo_jax.engine.auto.trial import Timer
 from tbo_jax.engine.config import takes_drafts
 from tbo_jax.engine.dispatch import DispatchedStep, Dispatcher
 from tbo_jax.engine.prompt_lookup import prompt_lookup
+from tbo_jax.engine.request_options import RequestOptions, request_options
 from tbo_jax.engine.scheduling.plan import StepPlan
 from tbo_jax.engine.scheduling.request import FinishReason, Request
 from tbo_jax.engine.scheduling.scheduler import Scheduler
@@ -22,6 +23,7 @@ from tbo_jax.engine.sharing import FairLock
 from tbo_jax.engine.statistics import EngineStatistics
 from tbo_jax.parallel.sharding import num_ranks
 from tbo_jax.sampling.draw import NOT_FINITE
+from tbo_jax.sampling.logprobs import TokenLogprobs, read_described
 from tbo_jax.sampling.params import MAX_SEED, SamplingParams
 from tbo_jax.step.inputs import Inputs
 from tbo_jax.step.runner import ModelRunner
@@ -41,6 +43,8 @@ class TokenEvent:
     token_id: int | None
     text: str  # what became readable with it; "" while a character or a stop string is incomplete
     finish_reason: FinishReason | None  # set in the last event
+    logprobs: TokenLogprobs | None = None  # of the token, where they were asked for
+    sample: int = 0  # with `n` completions of a prompt, which of them
 
 
 @dataclass(slots=True)
@@ -51,7 +55,8 @@ class _Running:
     stream: TextStream
     seed: int
     owner: Hashable
-    takes_drafts: bool = True
+    options: RequestOptions | None
+    takes_drafts: bool
 
 
 class Engine:
@@ -88,6 +93,7 @@ class Engine:
         speculate: int = 0,
         propose: Callable[[Sequence[int], int], Sequence[int]] = prompt_lookup,
         prefix_cache: bool = True,
+        max_logprobs: int | None = None,
     ):
         """Args:
         runner: compiles and runs the step.
@@ -101,6 +107,8 @@ class Engine:
         propose: (tokens of a request, N) -> drafts of the next ones, ids of the vocabulary; of
             more than N the first N count.
         prefix_cache: find the pages of earlier requests again.
+        max_logprobs: most `logprobs` that a request may ask for; None: neither these nor any other
+            option that changes logits.
 
         Raises:
             ValueError: `speculate` is negative, more than a step has tokens for, or together with
@@ -116,6 +124,7 @@ class Engine:
         self.max_context = max_context
         self.look_ahead = not drafts if look_ahead is None else look_ahead
         self.speculate = speculate
+        self.max_logprobs = max_logprobs
         self._propose = propose
         cache = runner.cache
         self.scheduler = Scheduler(
@@ -128,7 +137,7 @@ class Engine:
             prefix_cache,
         )
         self.statistics = EngineStatistics()
-        self._dispatcher = Dispatcher(runner, max_sequences, speculate)
+        self._dispatcher = Dispatcher(runner, max_sequences, speculate, max_logprobs)
         self._dispatched: DispatchedStep | None = None  # ahead, its tokens not read
         self._running: dict[int, _Running] = {}  # until they are taken out
         self._events: dict[Hashable, list[TokenEvent]] = {}  # by owner, not returned yet
@@ -181,19 +190,33 @@ class Engine:
                 cannot learn from the time that a prompt takes what others have asked.
 
         Raises:
-            ValueError: `params` are no `SamplingParams`, the prompt is empty or too long, or not of
-                token ids: integers from 0 up to the size of the vocabulary.
+            ValueError: `params` are no `SamplingParams`, ask for several completions, or for what
+                this model or engine cannot (`request_options`); the prompt is empty or too long, or
+                not of token ids: integers from 0 up to the size of the vocabulary.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params is {params!r:.80}: expected SamplingParams")
         ids = self._token_ids(prompt_token_ids)
-        stream = TextStream(self.tokenizer, params.stop)
+        if params.n != 1:
+            raise ValueError(f"SamplingParams.n is {params.n}: expected 1; an engine runs requests")
+        options = request_options(
+            params,
+            self.tokenizer,
+            self.end_of_sequence,
+            self.runner.config.vocab_size,
+            self.max_logprobs,
+        )
+        stream = self._stream(params)
         seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
         with self._lock:
             request = Request(self._next_id, ids, params, salt)
             self.scheduler.add(request)
             self._next_id += 1
-            self._running[request.request_id] = _Running(request, stream, seed, owner)
+            # What a draft would be judged by depends on the drafts before it, where tokens count.
+            drafts = options is None or not options.counts
+            self._running[request.request_id] = _Running(
+                request, stream, seed, owner, options, drafts
+            )
             self.statistics.prompt_tokens += len(ids)
             return request.request_id
 
@@ -313,8 +336,9 @@ class Engine:
             if not self.scheduler.must_preempt:
                 self._dispatched = self._dispatch(step)
         tokens = step.read()
+        described = step.read_described()
         self._count(step)
-        self._commit(step.plan, tokens)
+        self._commit(step.plan, tokens, described)
         self._drop_dead_step()
 
     def _dispatch(self, before: DispatchedStep | None = None) -> DispatchedStep | None:
@@ -323,10 +347,12 @@ class Engine:
         if not plan.sequences:
             self.scheduler.discard(plan)
             return None
-        seeds = {
-            s.request.request_id: self._running[s.request.request_id].seed for s in plan.sequences
+        running = [self._running[s.request.request_id] for s in plan.sequences]
+        seeds = {one.request.request_id: one.seed for one in running}
+        options = {
+            one.request.request_id: one.options for one in running if one.options is not None
         }
-        return self._dispatcher.dispatch(plan, seeds, before)
+        return self._dispatcher.dispatch(plan, seeds, before, options)
 
     def _draft(self, request: Request) -> Sequence[int]:
         if not self._running[request.request_id].takes_drafts:
@@ -347,17 +373,26 @@ class Engine:
         for running in self._running.values():
             request = running.request
             if not request.is_finished:  # its text may be of a token that was not booked
-                running.stream = TextStream(self.tokenizer, request.params.stop)
+                running.stream = self._stream(request.params)
                 for token in request.generated_token_ids:
                     running.stream.push(token)
 
-    def _commit(self, plan: StepPlan, tokens: Sequence[list[int]]) -> None:
-        """Book the tokens that were sampled of each sequence; turn them into text and events."""
+    def _commit(
+        self,
+        plan: StepPlan,
+        tokens: Sequence[list[int]],
+        described: Sequence[np.ndarray] | None,
+    ) -> None:
+        """Book the tokens that were sampled of each sequence; turn them into text and events.
+
+        `described` has the log-probabilities of each of `tokens`, if any were asked for.
+        """
         sampled: dict[int, list[int]] = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {}  # for each token
         text: dict[int, list[str]] = {}  # for each token
         stopped: set[int] = set()
         failed: dict[int, str] = {}
-        for sequence, candidates in zip(plan.sequences, tokens, strict=True):
+        for place, (sequence, candidates) in enumerate(zip(plan.sequences, tokens, strict=True)):
             request = sequence.request
             if not sequence.samples or request.is_finished:
                 continue
@@ -378,6 +413,12 @@ class Engine:
                 text[request_id], is_over = [], False
                 failed[request_id] = f"the tokens have no text: {error}"
             sampled[request_id] = accepted[: len(text[request_id])]
+            options = self._running[request_id].options
+            if described is not None and options is not None and options.logprobs is not None:
+                logprobs[request_id] = [
+                    read_described(row, token, options.logprobs)
+                    for row, token in zip(described[place], sampled[request_id], strict=False)
+                ]
             if is_over:
                 stopped.add(request_id)
             self.statistics.sampled_rows += bool(accepted)
@@ -391,7 +432,8 @@ class Engine:
             if stream.stopped and not was_stopped and request.error is None:
                 request.finish_reason = "stop"  # a stop string in what had been held back
         for i, accepted in sampled.items():
-            events = [TokenEvent(i, *each, None) for each in zip(accepted, text[i], strict=True)]
+            of_tokens = zip(accepted, text[i], logprobs.get(i, [None] * len(accepted)), strict=True)
+            events = [TokenEvent(i, token, t, None, known) for token, t, known in of_tokens]
             if i in failed:
                 events.append(TokenEvent(i, None, "", None))
             if i in rest:
@@ -412,13 +454,29 @@ class Engine:
         stream = self._running[request.request_id].stream
         text: list[str] = []
         for token in tokens:
-            if token in self.end_of_sequence and not request.params.ignore_eos:
+            ends = self.ends(request.params, token)
+            if ends and not request.params.include_stop_str_in_output:
                 return [*text, ""], True
             self.statistics.generated_tokens += 1
             text.append(stream.push(token))
-            if stream.stopped:
+            if ends or stream.stopped:
                 return text, True
         return text, False
+
+    def ends(self, params: SamplingParams, token: int) -> bool:
+        """Whether a token ends a request: an end of sequence, or one of its own."""
+        return token in params.stop_token_ids or (
+            token in self.end_of_sequence and not params.ignore_eos
+        )
+
+    def _stream(self, params: SamplingParams) -> TextStream:
+        return TextStream(
+            self.tokenizer,
+            params.stop,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+        )
 
     def _count(self, step: DispatchedStep) -> None:
         stats = self.statistics

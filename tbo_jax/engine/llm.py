@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -30,6 +30,7 @@ from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.parallel.exchange import TRANSPORTS
 from tbo_jax.parallel.processes import agree, from_first, is_first
 from tbo_jax.parallel.sharding import TENSOR
+from tbo_jax.sampling.logprobs import TokenLogprobs
 from tbo_jax.sampling.params import MAX_SEED, SamplingParams
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import CacheConfig
@@ -51,11 +52,13 @@ class Completion:
 
     prompt: Prompt
     prompt_token_ids: list[int]  # none if it could not be run
-    token_ids: list[int]  # generated, without the end-of-sequence token
+    token_ids: list[int]  # generated, without the token that ended it
     text: str
     finish_reason: FinishReason  # with "abort" and "error" the tokens and text are those until then
     error: str | None = None  # with "error", why
     num_cached_tokens: int = 0  # of the prompt, whose keys and values were there already
+    logprobs: list[TokenLogprobs] | None = None  # of each of `token_ids`, where asked for
+    others: tuple[Completion, ...] = ()  # with `n` above 1: the second completion, the third, ...
 
 
 class LLM:
@@ -150,10 +153,11 @@ class LLM:
                 dispatch_dtype=config.dispatch_dtype,
             )
 
+        max_logprobs = config.max_logprobs if config.request_options else None
         cache, held = cache_config(config, decoder, self.mesh, longest)
         runner = make_runner(cache)
         if config.num_pages is None:
-            pages = pages_that_fit(runner, config.max_sequences, config.speculate)
+            pages = pages_that_fit(runner, config.max_sequences, config.speculate, max_logprobs)
             if pages < cache.num_pages:
                 fitting = replace(config, num_pages=pages)
                 cache, held = cache_config(fitting, decoder, self.mesh, longest)
@@ -167,6 +171,7 @@ class LLM:
             look_ahead=config.look_ahead,
             speculate=config.speculate,
             prefix_cache=config.prefix_cache,
+            max_logprobs=max_logprobs,
         )
         with progress_bar("compiling", show_progress) as update:
             self.engine.warm_up(update)
@@ -192,16 +197,17 @@ class LLM:
                 first's count, and its other arguments.
             params: for all, or one for each; default `default_sampling.params()`: greedy, unless
                 the model's generation_config.json asks for something else.
-            on_token: called with (index of the prompt, `TokenEvent`) for each token as it comes.
+            on_token: called with (index of the prompt, `TokenEvent`) for each token as it comes;
+                with `n` above 1, the event's `sample` says of which completion.
             chat_template_kwargs: what the chat template of the model knows beside the messages,
                 such as {"enable_thinking": False}; for the prompts that are chats.
             cache_salt: what is kept of these prompts is found only by those with the same one, so
                 that nobody learns from the time that a prompt takes what others have asked.
 
         Returns:
-            One `Completion` per prompt, in order. A prompt that cannot run (empty, too long, ...)
-            gives one with an error and does not disturb the others. Neither does one whose logits
-            are not finite, or that is aborted.
+            One `Completion` per prompt, in order; with `n` above 1 it has the others. A prompt that
+            cannot run (empty, too long, ...) gives one with an error and does not disturb the
+            others. Neither does one whose logits are not finite, or that is aborted.
 
         Raises:
             ValueError: `prompts`, `params`, `on_token` or `cache_salt` are of another kind, or
@@ -221,37 +227,85 @@ class LLM:
         salt: str,
         on_token: Callable[[int, TokenEvent], None] | None,
     ) -> list[Completion]:
-        done: dict[int, Completion] = {}
-        index_of: dict[int, int] = {}  # request id -> index of its prompt
+        done: dict[tuple[int, int], Completion] = {}  # by prompt and sample
+        running: dict[int, _Sample] = {}  # by request id
         call = object()
         try:
             for index, each in enumerate(asked):
                 try:
-                    index_of[self.engine.add(each.encoded(), each.params, call, salt)] = index
+                    for sample, params in enumerate(each.of_samples()):
+                        request_id = self.engine.add(each.encoded(), params, call, salt)
+                        running[request_id] = _Sample(index, sample)
                 except ValueError as error:
-                    done[index] = Completion(each.prompt, [], [], "", "error", str(error))
+                    done[index, 0] = Completion(each.prompt, [], [], "", "error", str(error))
                     if on_token is not None:
                         on_token(index, TokenEvent(None, None, "", "error"))
-            while index_of:
+            while running:
                 events = self.engine.step(call)
                 for event in events:
                     assert event.request_id is not None
-                    index = index_of[event.request_id]
+                    of = running[event.request_id]
+                    if event.logprobs is not None:
+                        of.logprobs.append(event.logprobs)
                     if event.finish_reason is not None:
-                        done[index] = self._complete(event.request_id, asked[index].prompt)
-                        del index_of[event.request_id]
+                        prompt = asked[of.prompt].prompt
+                        done[of.prompt, of.sample] = self._complete(event.request_id, prompt, of)
+                        del running[event.request_id]
                     if on_token is not None:
-                        on_token(index, event)
-                gone = [i for i in index_of if not self.engine.holds(i)]
+                        on_token(of.prompt, replace(event, sample=of.sample))
+                gone = [i for i in running if not self.engine.holds(i)]
                 if gone and not events:
                     raise RuntimeError(f"requests {gone} were taken out of the engine")
         finally:
-            for request_id in index_of:  # not empty only when something was raised
+            for request_id in running:  # not empty only when something was raised
                 self.engine.abort(request_id)
                 with contextlib.suppress(ValueError):  # it is gone already
                     self.engine.pop(request_id)
         self.engine.check()
-        return [done[index] for index in range(len(asked))]
+        completions: list[Completion] = []
+        for (_, sample), one in sorted(done.items(), key=lambda item: item[0]):
+            if sample:
+                first = completions[-1]
+                completions[-1] = replace(first, others=(*first.others, one))
+            else:
+                completions.append(one)
+        return completions
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        on_token: Callable[[int, TokenEvent], None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
+    ) -> list[Completion]:
+        """Generate what an assistant says next, as vLLM's `LLM.chat`.
+
+        Args:
+            messages: of one conversation, or a list of conversations; of several processes those of
+                the first count.
+            params, on_token, chat_template_kwargs, cache_salt: as `generate` takes them.
+
+        Returns:
+            One `Completion` per conversation, as `generate` gives them.
+
+        Raises:
+            ValueError: `messages` is neither; and as `generate`.
+            RuntimeError: as `generate`.
+        """
+        listed: Any = messages
+        if isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping | Set):
+            listed = list(messages)
+            if listed and all(isinstance(message, Mapping) for message in listed):
+                listed = [listed]
+        if not isinstance(listed, list) or not all(
+            isinstance(chat, list | tuple) and all(isinstance(m, Mapping) for m in chat)
+            for chat in listed
+        ):
+            raise ValueError(
+                f"messages is {messages!r:.80}: expected a list of messages, or a list of such"
+            )
+        return self.generate(listed, params, on_token, chat_template_kwargs, cache_salt)
 
     def _ask(
         self, prompts: object, params: object, template_kwargs: Any, salt: object
@@ -346,16 +400,19 @@ class LLM:
             "platform": self.mesh.devices.flat[0].platform,
         }
 
-    def _complete(self, request_id: int, prompt: Prompt) -> Completion:
+    def _complete(self, request_id: int, prompt: Prompt, of: _Sample) -> Completion:
         request, text = self.engine.pop(request_id)
-        tokens = request.generated_token_ids
-        ended = tokens and tokens[-1] in self.engine.end_of_sequence
-        if ended and not request.params.ignore_eos:
+        tokens, params = request.generated_token_ids, request.params
+        ended = tokens and self.engine.ends(params, tokens[-1])
+        if ended and not params.include_stop_str_in_output:
             tokens = tokens[:-1]
         reason = request.finish_reason
         assert reason is not None
         ids = list(request.prompt_token_ids)
-        return Completion(prompt, ids, tokens, text, reason, request.error, request.num_cached)
+        logprobs = None if params.logprobs is None else of.logprobs[: len(tokens)]
+        return Completion(
+            prompt, ids, tokens, text, reason, request.error, request.num_cached, logprobs
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +429,24 @@ class _Asked:
         if self.error is not None:
             raise ValueError(self.error)
         return self.token_ids
+
+    def of_samples(self) -> list[SamplingParams]:
+        """The params of each of the `n` completions, whose seeds count up as vLLM's do."""
+        seed = self.params.seed
+        assert seed is not None
+        return [
+            replace(self.params, n=1, seed=(seed + sample) % (MAX_SEED + 1))
+            for sample in range(self.params.n)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A completion under way: of which prompt, which one, and its log-probabilities so far."""
+
+    prompt: int
+    sample: int
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 def _as_lists(

@@ -1,4 +1,7 @@
-"""From logits to tokens (`draw`), and what a caller asks of it (`params`, without JAX)."""
+"""From logits to tokens (`draw`); what a caller asks of that and is told (`params`, `logprobs`).
+
+What options of a request do to its logits before is in `options`. The two for callers need no JAX.
+"""
 
 from typing import Any
 

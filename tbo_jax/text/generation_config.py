@@ -10,10 +10,9 @@ from typing import Any
 from tbo_jax.sampling.params import SamplingParams
 from tbo_jax.text.files import TokenizerError, read_json_object
 
-_TAKEN = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+_TAKEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 # Keys that change the text and that no `SamplingParams` has, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1,),
     "encoder_repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
     "typical_p": (1,),
@@ -50,6 +49,8 @@ class DefaultSampling:
 
     def params(self, **given: Any) -> SamplingParams:
         """`SamplingParams` of what a caller gives, and for the rest of what the file asks for."""
+        if given.get("max_tokens") is not None:  # which is another name for one of them
+            given.setdefault("max_new_tokens", given.pop("max_tokens"))
         return SamplingParams(**{**self.values, **given})
 
     def message(self) -> str | None:
@@ -66,10 +67,10 @@ class DefaultSampling:
 def default_sampling(folder: str | Path) -> DefaultSampling:
     """The sampling that a model folder asks for.
 
-    As vLLM does by default, `temperature`, `top_k`, `top_p`, `min_p` and `max_new_tokens` are
-    taken. A file that says `do_sample` is greedy without it, and samples at temperature 1 with it
-    unless it gives another one. Other keys that would change the text, such as
-    `repetition_penalty`, are told apart and not applied. A `top_k` of -1 is off, as in vLLM.
+    As vLLM does by default, `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and
+    `max_new_tokens` are taken. A file that says `do_sample` is greedy without it, and samples at
+    temperature 1 with it unless it gives another one. Other keys that would change the text, such
+    as `no_repeat_ngram_size`, are told apart and not applied.
 
     Raises:
         TokenizerError: a value is of the wrong type or out of range.
@@ -77,14 +78,12 @@ def default_sampling(folder: str | Path) -> DefaultSampling:
     path = Path(folder) / "generation_config.json"
     config = read_json_object(path) or {}
     values = {key: config[key] for key in _TAKEN if config.get(key) is not None}
-    if type(values.get("top_k")) is int and values["top_k"] == -1:
-        values["top_k"] = 0
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise TokenizerError(f"{path}: do_sample: expected true or false, got {do_sample!r:.80}")
     for key, value in values.items():
         try:
-            SamplingParams(**{key: value})
+            values[key] = getattr(SamplingParams(**{key: value}), key)
         except ValueError as error:
             expected = str(error).rpartition("; ")[2]
             raise TokenizerError(f"{path}: {key} is {value!r:.80}; {expected}") from error

@@ -1,4 +1,4 @@
-"""The text of one request while it is generated, cut before the first stop string."""
+"""The text of one request while it is generated, cut at the first stop string."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tbo_jax.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Turns token ids into text and ends it right before a stop string.
+    """Turns token ids into text and ends it right before a stop string, or right after it.
 
     The text is scanned from left to right. The stop string whose match ends first wins; of several
     matches that end at the same character the longest wins. The text before the match is kept. This
@@ -20,33 +20,48 @@ class TextStream:
     never be found, and is refused.
 
     Text that may be the beginning of a stop string is held back until it is known not to be one, so
-    no part of the stop string that wins is ever emitted.
+    no part of the stop string that wins is ever emitted, or with `include_stop` all of it at once.
 
     Args:
         tokenizer: gives the text of the ids.
         stop: stop strings, none of them empty; may itself be empty.
+        include_stop: the text ends with the stop string.
+        min_tokens: no stop string is found that ends with the text of the first so many tokens.
+        skip_special_tokens: special tokens have no text. Otherwise they are text like any other.
 
     Raises:
         ValueError: `stop` is not a sequence of non-empty strings, or one of them has a special
             token among other text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
         if isinstance(stop, str) or not isinstance(stop, Sequence):
             raise ValueError(f"stop: expected a list of strings, got {stop!r:.80}")
+        without_text = tokenizer.skipped_tokens if skip_special_tokens else frozenset()
         for index, string in enumerate(stop):
             if not isinstance(string, str) or not string:
                 raise ValueError(f"stop[{index}]: expected a non-empty string, got {string!r:.80}")
-            within = next((token for token in tokenizer.skipped_tokens if token in string), None)
-            if within is not None and string not in tokenizer.skipped_tokens:
+            within = next((token for token in without_text if token in string), None)
+            if within is not None and string not in without_text:
                 raise ValueError(
                     f"stop[{index}]: {string!r:.80} has the special token {within!r} among other "
                     "text; expected that token alone, or none, because special tokens have no text"
                 )
         self._tokenizer = tokenizer
-        self._stop_tokens = tokenizer.skipped_tokens.intersection(stop)
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stop_tokens = without_text.intersection(stop)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._num_pushed = 0
         self._emitted: list[str] = []
         self._held = ""
         self._stopped = False
@@ -70,10 +85,16 @@ class TextStream:
         """
         if self._stopped:
             return ""
-        if self._stop_tokens and self._tokenizer.token(token_id, False) in self._stop_tokens:
-            rest = self.finish()
-            self._stopped = True
-            return rest
+        self._num_pushed += 1
+        if self._stop_tokens and not self._deaf:
+            token = self._tokenizer.token(token_id, False)
+            if token in self._stop_tokens:
+                rest = self.finish()
+                if self._include_stop and not self._stopped:
+                    rest += token
+                    self._emitted.append(token)
+                self._stopped = True
+                return rest
         return self._scan(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
@@ -85,14 +106,24 @@ class TextStream:
         self._emitted.append(rest)
         return delta + rest
 
+    @property
+    def _deaf(self) -> bool:
+        return self._num_pushed <= self._min_tokens
+
     def _scan(self, new: str) -> str:
         if not new:
             return ""
-        text = self._held + new
-        matches = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        text, old = self._held + new, len(self._held)
+        # A match ends in what is new: one that ends before was found, or was not to be.
+        heard = () if self._deaf else self._stop
+        matches = [
+            (at + len(stop), at)
+            for stop in heard
+            if (at := text.find(stop, max(0, old + 1 - len(stop)))) >= 0
+        ]
         if matches:
             self._stopped = True
-            end, self._held = min(matches)[1], ""
+            end, self._held = min(matches)[not self._include_stop], ""
         else:
             end = len(text) - self._num_held(text)
             self._held = text[end:]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import tyro
 
-from tbo_jax import EngineConfig, OverlapConfig, TokenEvent
+from tbo_jax import EngineConfig, OverlapConfig, SamplingParams, TokenEvent
 from tbo_jax.cli import decode
 from tbo_jax.text import DefaultSampling
 from tests.golden_cases import Golden, with_tokenizer
@@ -118,6 +119,11 @@ def test_a_prompt_that_failed_does_not_hold_up_the_stream(capsys):
             {},
             "--seed must be from 0 to 9223372036854775807, got",
         ),
+        (["--prompt", "a", "--n", "2"], {}, "--n 2 needs --json"),
+        (["--prompt", "a", "--logprobs", "0"], {}, "--logprobs 0 needs --json"),
+        (["--prompt", "a", "--logit-bias", '{"w1": 1}'], {}, "has the key 'w1': expected a token"),
+        (["--prompt", "a", "--logit-bias", "[1]"], {}, "expected a JSON object, got list"),
+        (["--prompt", "a", "--min-tokens", "200"], {}, "min_tokens is 200; expected at most"),
         (["--prompt", "a", "--micro-batches", "3"], {}, "--micro-batches 3 needs USE_TBO=1 or"),
         (["--prompt", "a", "--micro-batches", "1"], {"USE_TBO": "1"}, "must be at least 2, got 1"),
         (["--prompt", "a"], {"USE_TBO": "maybe"}, "USE_TBO=maybe is not understood"),
@@ -142,6 +148,42 @@ def test_decode_errors(monkeypatch, capsys, words, environ, message):
 def test_stop_takes_several_texts(words, stop):
     args = arguments("--prompt", "x", *words)
     assert decode.sampling_params(args, 1)[0].stop == stop
+
+
+def test_options_of_requests_are_those_of_their_params():
+    args = arguments(
+        *("--prompt", "x", "--json", "--n", 2, "--logprobs", 3, "--repetition-penalty", 1.2),
+        *("--frequency-penalty", 0.5, "--presence-penalty", -0.5, "--min-tokens", 4),
+        *("--logit-bias", '{"7": -2.5, "8": 1}', "--allowed-token-ids", 7, 8, 9),
+        *("--bad-words", "a b", "c", "--bad-words", "d", "--stop-token-ids", 5, 6),
+        *("--include-stop-str-in-output", "--no-skip-special-tokens"),
+    )
+    assert decode.sampling_params(args, 1) == [
+        SamplingParams(
+            n=2, logprobs=3, repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=-0.5,
+            min_tokens=4, logit_bias={7: -2.5, 8: 1}, allowed_token_ids=(7, 8, 9),
+            bad_words=("a b", "c", "d"), stop_token_ids=(5, 6), include_stop_str_in_output=True,
+            skip_special_tokens=False,
+        )
+    ]  # fmt: skip
+    every = {field.name for field in dataclasses.fields(SamplingParams)} - {"ignore_eos"}
+    assert every <= {field.name for field in dataclasses.fields(decode.Arguments)}
+
+
+def test_decode_several_completions(folder, capsys):
+    words = (
+        *("--model", folder, "--prompt", PROMPTS[0], "--max-new-tokens", 4, "--n", 2, "--seed", 1),
+        *("--temperature", 1, "--logprobs", 2, "--frequency-penalty", 2, "--json", "--quiet"),
+        *("--max-tokens", 16),
+    )
+    assert decode.main(list(map(str, words)), "decode") == 0
+    *rows, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in rows] == PROMPTS[:1] * 2
+    assert rows[0]["token_ids"] != rows[1]["token_ids"]
+    for row in rows:
+        assert [known["token_id"] for known in row["logprobs"]] == row["token_ids"]
+        assert all(len(known["top"]) == 2 and known["logprob"] < 0 for known in row["logprobs"])
+    assert last["stats"]["generated_tokens"] == 8
 
 
 @pytest.mark.parametrize(("value", "mode"), [("1", "on"), ("auto", "auto")])

@@ -10,7 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tbo_jax import LLM, Bucket, CacheConfig, ModelRunner, OverlapConfig, SamplingParams
+from tbo_jax import (
+    LLM,
+    Bucket,
+    CacheConfig,
+    EngineConfig,
+    ModelRunner,
+    OverlapConfig,
+    SamplingParams,
+)
 from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.checkpoint.load import load_model
 from tbo_jax.engine import cache_size, devices
@@ -54,6 +62,13 @@ def test_verifying_drafts_has_more_logits() -> None:
     verify = runner().compile(Bucket(8, ROWS, True, 3)).memory_analysis()
     assert drafting >= plain
     assert drafting >= runner().largest_weight + verify.temp_size_in_bytes + 4 * 8 * 160
+
+
+def test_options_of_requests_have_tables_and_programs() -> None:
+    """Of a bias and a mark for each token of the vocabulary and row, and of the changed logits."""
+    plain, with_options = (bytes_beside_cache(runner(), ROWS, 0, most) for most in (None, 5))
+    vocabulary = runner().config.vocab_size
+    assert with_options > plain + 8 * ROWS * vocabulary + 4 * ROWS * vocabulary
 
 
 @pytest.mark.parametrize(
@@ -103,13 +118,14 @@ def test_an_engine_in_little_memory(
 ) -> None:
     """It starts with fewer pages than 90 % of what is free would be, and a shorter context."""
     folder = with_tokenizer("qwen3_moe", tmp_path_factory.mktemp("model"))
-    free = bytes_beside_cache(runner(), ROWS) + 4 * page_bytes()
+    most = EngineConfig.max_logprobs
+    free = bytes_beside_cache(runner(), ROWS, 0, most) + 4 * page_bytes()
     set_free(monkeypatch, free)
     options = dict(max_sequences=ROWS, max_tokens=16, page_size=4, compilation_cache=False)
     llm = LLM(folder, overlap=OverlapConfig(), devices=1, **options)
     pages = llm.engine.runner.cache.num_pages
     assert 2 < pages < 0.9 * free / page_bytes()
-    assert pages * page_bytes() + bytes_beside_cache(llm.engine.runner, ROWS) <= free
+    assert pages * page_bytes() + bytes_beside_cache(llm.engine.runner, ROWS, 0, most) <= free
     assert llm.engine.max_context == (pages - 1) * 4
     (done,) = llm.generate([GOLDEN.prompts[0]], SamplingParams(max_new_tokens=4, ignore_eos=True))
     assert done.token_ids == GOLDEN.greedy[0][:4]

@@ -655,11 +655,11 @@ def test_dense_model_says_that_nothing_overlaps(tmp_path, caplog):
 def test_the_models_sampling_is_the_default_and_said_once(folder, tmp_path, caplog, monkeypatch):
     copy = tmp_path / "model"
     shutil.copytree(folder, copy)
-    asked = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 5, "repetition_penalty": 1.1}
+    asked = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 5, "typical_p": 0.9}
     (copy / "generation_config.json").write_text(json.dumps(asked))
     llm = make_llm(copy, max_sequences=1, max_tokens=16)
     (said,) = [r.getMessage() for r in caplog.records if "generation_config" in r.getMessage()]
-    assert "temperature 0.7" in said and "not applied: repetition_penalty 1.1" in said
+    assert "temperature 0.7" in said and "not applied: typical_p 0.9" in said
     prompt = GOLDEN.prompts[0]
     drawn = llm.default_sampling.params(seed=4)
     assert (drawn.temperature, drawn.max_new_tokens) == (0.7, 5)
@@ -698,7 +698,11 @@ def test_tokens_without_text_end_their_request_only(llm, monkeypatch):
                 raise ValueError("no such token")
             return super().push(token_id)
 
-    monkeypatch.setattr(engine_module, "TextStream", lambda *a: made.append(Broken(*a)) or made[-1])
+    def make(*args, **options):
+        made.append(Broken(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(engine_module, "TextStream", make)
     bad, good = llm.generate(GOLDEN.prompts[:2], greedy(4))
     assert bad.finish_reason == "error" and "no text: no such token" in bad.error
     assert good.token_ids == GOLDEN.greedy[1][:4]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tbo_jax import LLM, SamplingParams
 from tbo_jax.parallel import processes
 from tbo_jax.parallel.processes import connect
 from tests.golden_cases import Golden, with_tokenizer
@@ -86,6 +87,30 @@ def test_tokens_are_those_of_one_process(folder: Path) -> None:
     assert stats["cached_tokens"] > 0
     assert stats["devices"] == 4 and stats["steps_split"] and stats["link_bytes"]
     assert b'"prompt"' not in other
+
+
+@pytest.mark.slow
+def test_options_of_requests_are_those_of_one_process(folder: Path) -> None:
+    """Their rows are on the devices of both, and their log-probabilities are read by both."""
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    options = ("--model", folder, "--max-new-tokens", 8, "--page-size", 4, "--json", "--quiet")
+    asked = ("--repetition-penalty", 1.3, "--frequency-penalty", 1, "--logprobs", 2, "--n", 2)
+    asked += ("--bad-words", "w7 w8", "--min-tokens", 2, "--temperature", 1, "--seed", 3)
+    with Pair(*options, *asked, first=tuple(prompts)) as (first, second):
+        out, err = first.communicate(timeout=240)
+        second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), err.decode()
+    *found, _ = rows(out)
+    llm = LLM(folder, devices=1, max_sequences=4, max_tokens=16, page_size=4, num_pages=64)
+    shared = dict(max_new_tokens=8, temperature=1.0, n=2, min_tokens=2, bad_words=["w7 w8"])
+    penalties = dict(repetition_penalty=1.3, frequency_penalty=1.0)
+    params = [SamplingParams(seed=3 + i, logprobs=2, **shared, **penalties) for i in range(3)]  # type: ignore[arg-type]
+    each = [one for c in llm.generate(PROMPTS, params) for one in (c, *c.others)]
+    assert [row["token_ids"] for row in found] == [c.token_ids for c in each]
+    for row, completion in zip(found, each):
+        assert completion.logprobs is not None
+        ours = [known["logprob"] for known in row["logprobs"]]
+        assert np.allclose(ours, [known.logprob for known in completion.logprobs], atol=1e-4)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,12 +53,25 @@ def reference_kept(
     [
         *[("max_new_tokens", v) for v in (0, -1, 1.0, True, "3", None, float("nan"))],
         *[("temperature", v) for v in (-0.1, float("nan"), float("inf"), True, "1", None, 10**400)],
-        *[("top_k", v) for v in (-1, 2.0, False, "5", None)],
+        *[("top_k", v) for v in (-2, 2.0, False, "5", None)],
         *[("top_p", v) for v in (0, 0.0, 1.01, -0.5, float("nan"), True, "0.9", None)],
         *[("min_p", v) for v in (-0.01, 1.5, float("nan"), True, "0", None)],
         *[("seed", v) for v in (-1, 2**63, 1.0, True, "7")],
         *[("stop", v) for v in ("", ("a", ""), ["a", 1], 5, None, {"a"}, b"a")],
         *[("ignore_eos", v) for v in (0, 1, "yes", None)],
+        *[("skip_special_tokens", v) for v in (0, "yes", None)],
+        *[("include_stop_str_in_output", v) for v in (1, "no", None)],
+        *[("n", v) for v in (0, 1.0, True, None)],
+        *[("logprobs", v) for v in (-1, 1.0, True, "3")],
+        *[("repetition_penalty", v) for v in (0, 0.0, -1.0, float("inf"), float("nan"), "1", None)],
+        *[("frequency_penalty", v) for v in (-2.1, 2.5, float("nan"), True, None)],
+        *[("presence_penalty", v) for v in (-2.1, 2.5, float("nan"), True, None)],
+        *[("logit_bias", v) for v in ({1: float("nan")}, {1: float("inf")}, {1: "2"}, 5, None)],
+        *[("logit_bias", v) for v in ({1: 1e39}, {1: True}, "ab", [(1,)])],
+        *[("bad_words", v) for v in ("", ("a", ""), ["a", 1], 5, None)],
+        *[("min_tokens", v) for v in (-1, 129, 1.0, True, None)],
+        *[("allowed_token_ids", v) for v in ([], 5, "12", {1: 2}, b"ab")],
+        *[("stop_token_ids", v) for v in (5, None, "12", {1: 2})],
     ],
 )
 def test_bad_parameter_is_named(field: str, value: Any) -> None:
@@ -72,6 +87,36 @@ def test_parameters_are_normalised() -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
     assert type(params.temperature) is float and type(params.top_k) is int
     assert hash(params) == hash(SamplingParams(**{f: getattr(params, f) for f in params.__slots__}))
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids", "stop_token_ids"])
+@pytest.mark.parametrize("token", [-1, 2**31, 1.0, True, "7"])
+def test_what_is_no_token_id_is_named(field: str, token: Any) -> None:
+    value = {token: 1.0} if field == "logit_bias" else [3, token]
+    named = rf"SamplingParams\.{field} is {re.escape(repr(token))}; expected an integer, from 0 to"
+    with pytest.raises(ValueError, match=named):
+        SamplingParams(**{field: value})
+
+
+def test_names_of_other_engines_are_understood() -> None:
+    assert SamplingParams(max_tokens=5) == SamplingParams(max_new_tokens=5)
+    assert SamplingParams(max_tokens=5, max_new_tokens=5).max_new_tokens == 5
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    with pytest.raises(ValueError, match=r"max_tokens is 5; expected it or max_new_tokens"):
+        SamplingParams(max_tokens=5, max_new_tokens=6)
+    with pytest.raises(ValueError, match=r"max_tokens is 0; expected an integer, 1 or more"):
+        SamplingParams(max_tokens=0)
+    again = dataclasses.replace(SamplingParams(max_tokens=5), seed=3)
+    assert again == SamplingParams(max_new_tokens=5, seed=3)
+
+
+def test_ids_and_biases_have_one_form() -> None:
+    loose: dict[str, Any] = {"stop_token_ids": iter([5, np.int32(2), 5])}
+    params = SamplingParams(logit_bias={7: 1, np.int64(3): -2}, allowed_token_ids={4, 1}, **loose)
+    assert params.stop_token_ids == (2, 5) and params.allowed_token_ids == (1, 4)
+    assert params.logit_bias == ((3, -2.0), (7, 1.0))
+    assert dataclasses.replace(params) == params and hash(dataclasses.replace(params))
+    assert SamplingParams(bad_words="no").bad_words == ("no",)  # type: ignore[arg-type]
 
 
 def test_parameters_do_not_import_jax() -> None:

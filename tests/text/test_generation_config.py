@@ -20,8 +20,8 @@ def write(folder: Path, **values: Any) -> Path:
     [
         ({}, {}),
         (
-            dict(do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=0.05),
-            dict(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05),
+            dict(do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05),
+            dict(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05),
         ),
         (dict(temperature=0.7), dict(temperature=0.7)),
         (dict(max_new_tokens=2048), dict(max_new_tokens=2048)),
@@ -44,6 +44,10 @@ def test_sampling_values_are_defaults(
 def test_what_a_caller_gives_counts(tmp_path: Path) -> None:
     found = default_sampling(write(tmp_path, temperature=0.6, top_k=20))
     assert found.params(temperature=0, seed=1) == SamplingParams(temperature=0, top_k=20, seed=1)
+    found = default_sampling(write(tmp_path, max_new_tokens=50))
+    for given in {"max_tokens": 7}, {"max_new_tokens": 7}:  # two names of one thing
+        assert found.params(**given).max_new_tokens == 7
+    assert found.params(max_tokens=None).max_new_tokens == 50
 
 
 def test_what_is_the_default_anyway_is_not_said(tmp_path: Path) -> None:
@@ -63,7 +67,6 @@ def test_no_file_asks_for_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "neutral", "value"),
     [
-        ("repetition_penalty", 1.0, 1.05),
         ("no_repeat_ngram_size", 0, 3),
         ("num_beams", 1, 4),
         ("typical_p", 1.0, 0.9),
@@ -88,7 +91,7 @@ def test_what_is_not_supported_is_told_apart(
         ("temperature", "0.6", "temperature is '0.6'; expected a finite number, 0 or more"),
         ("temperature", -1, "temperature is -1; expected a finite number"),
         ("temperature", float("nan"), "temperature is nan; expected a finite number"),
-        ("top_k", -2, "top_k is -2; expected an integer, 0 or more"),
+        ("top_k", -2, "top_k is -2; expected an integer, -1 or more"),
         ("top_k", 2.5, "top_k is 2.5; expected an integer"),
         ("top_p", 0, r"top_p is 0; expected a number in \(0, 1\]"),
         ("min_p", 2, "min_p is 2; expected a number in"),

@@ -10,6 +10,7 @@ from small_tokenizers import word_tokenizer
 from tokenizers import decoders
 
 from tbo_jax.text import TextStream, Tokenizer
+from tbo_jax.text.detokenizer import IncrementalDetokenizer
 
 # Few letters, so that drawn stop strings often occur, overlap and begin without being completed.
 TOKENS = ["a", "b", "ab", "ba", "aab", "Ġ", "ðŁĺĢ", "ðŁ", "ĺ", "Ģ", "bab"]
@@ -18,17 +19,26 @@ STOPS = st.lists(st.text("ab 😀\ufffd", min_size=1, max_size=5), max_size=4)
 IDS = st.lists(st.integers(0, len(TOKENS)), max_size=25)
 
 
-def run(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> tuple[list[str], bool]:
-    stream = TextStream(tokenizer, stop)
+def run(
+    tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str], **options: Any
+) -> tuple[list[str], bool]:
+    stream = TextStream(tokenizer, stop, **options)
     deltas = [*map(stream.push, ids), stream.finish()]
     assert stream.text == "".join(deltas)
     return deltas, stream.stopped
 
 
-def cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """The definition, character by character: the first end, then the longest match."""
-    for end in range(1, len(text) + 1):
+def cut(
+    text: str, stop: Sequence[str], *, after: int = 0, include: bool = False
+) -> tuple[str, bool]:
+    """The definition, character by character: the first end, then the longest match.
+
+    It ends after character `after`.
+    """
+    for end in range(after + 1, len(text) + 1):
         matches = [string for string in stop if text[:end].endswith(string)]
+        if matches and include:
+            return text[:end], True
         if matches:
             return text[: end - max(map(len, matches))], True
     return text, False
@@ -39,6 +49,27 @@ def cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
 def test_stream_is_the_text_before_the_first_stop(ids: list[int], stop: list[str]) -> None:
     deltas, stopped = run(TOKENIZER, ids, stop)
     assert ("".join(deltas), stopped) == cut(TOKENIZER.decode(ids), stop)
+
+
+@settings(deadline=None, max_examples=300)
+@given(ids=IDS, stop=STOPS, most=st.integers(0, 8), include=st.booleans())
+def test_stop_strings_that_end_too_soon_are_not_seen(
+    ids: list[int], stop: list[str], most: int, include: bool
+) -> None:
+    """And the one that is seen stays, where it was asked for."""
+    deltas, stopped = run(TOKENIZER, ids, stop, min_tokens=most, include_stop=include)
+    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    after = len("".join(map(detokenizer.push, ids[:most])))
+    text = TOKENIZER.decode(ids)
+    expected = (text, False) if len(ids) <= most else cut(text, stop, after=after, include=include)
+    assert ("".join(deltas), stopped) == expected
+
+
+@settings(deadline=None)
+@given(ids=IDS, stop=st.lists(st.text("ab</s>", min_size=1, max_size=5) | st.just("</s>b")))
+def test_special_tokens_may_be_text(ids: list[int], stop: list[str]) -> None:
+    deltas, stopped = run(TOKENIZER, ids, stop, skip_special_tokens=False)
+    assert ("".join(deltas), stopped) == cut(TOKENIZER.decode(ids, False), stop)
 
 
 @settings(deadline=None)
@@ -119,6 +150,20 @@ END = len(TOKENS)  # the id of "</s>", a special token
 )
 def test_a_special_token_stops(ids: list[int], stop: list[str], expected: list[str]) -> None:
     assert run(TOKENIZER, ids, stop) == (expected, True)
+
+
+def test_a_special_token_that_stops_is_text_where_it_was_asked_for() -> None:
+    assert run(TOKENIZER, [0, 1, END], ["</s>", "bc"], include_stop=True) == (
+        ["a", "", "b</s>", ""],
+        True,
+    )
+    ids = [0, END, 1, END, 1]
+    assert run(TOKENIZER, ids, ["</s>"], min_tokens=2) == (["a", "", "b", "", "", ""], True)
+    # Another stop string is found in what the token releases, and is the one that stays.
+    assert run(TOKENIZER, [0, 7, END], ["</s>", "\ufffd"], include_stop=True) == (
+        ["a", "", "\ufffd", ""],
+        True,
+    )
 
 
 @settings(deadline=None)

@@ -1,0 +1,56 @@
+"""Random options of requests, and what they make of the logits of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from tbo_jax.engine.scheduling.plan import StepPlan
+from tests.engine.loads import VOCABULARY
+from tests.sampling.option_reference import agree, reference_logits
+
+WORDS = {"w7": (7,), "w7 w8": (7, 8), "w9 w9 w8": (9, 9, 8)}  # token i reads "w<i>"
+
+
+def random_options(rng: np.random.Generator) -> dict[str, Any]:
+    """Fields of `SamplingParams`, each with a chance of its own."""
+    drawn = {
+        "repetition_penalty": float(rng.uniform(0.5, 2)),
+        "frequency_penalty": float(rng.uniform(-2, 2)),
+        "presence_penalty": float(rng.uniform(-2, 2)),
+        "logit_bias": {int(i): float(rng.normal()) for i in rng.integers(0, VOCABULARY, 5)},
+        "allowed_token_ids": [7, 8, 9, 13, *rng.integers(20, VOCABULARY, 40).tolist()],
+        "bad_words": tuple(WORDS),
+        "min_tokens": int(rng.integers(1, 9)),
+        "stop_token_ids": [int(rng.integers(0, 8))],
+    }
+    return {name: value for name, value in drawn.items() if rng.random() < 0.35}
+
+
+def check_changed(
+    plan: StepPlan, logits: np.ndarray, found: np.ndarray, ends: Collection[int]
+) -> int:
+    """Assert that logits [R, B, V] became those of the reference; the number of rows compared."""
+    compared = 0
+    for rank, sequences in enumerate(plan.ranks):
+        row = 0
+        for sequence in sequences:
+            request = sequence.request
+            for index in range(len(sequence.drafts) + 1):
+                expected = logits[rank, row]
+                if sequence.samples:
+                    expected = reference_logits(
+                        logits[rank, row],
+                        request.params,
+                        request.prompt_token_ids,
+                        [*request.generated_token_ids, *sequence.drafts[:index]],
+                        tuple(ends),
+                        [WORDS[word] for word in request.params.bad_words],
+                    )
+                assert agree(found[rank, row], expected), (request, index)
+                compared += 1
+                row += 1
+        assert np.array_equal(found[rank, row:], logits[rank, row:])
+    return compared
