@@ -78,7 +78,7 @@ def speculating(waiting) -> Engine:
 
 
 slow = pytest.mark.slow
-OTHERS = [pytest.param((1, "on"), marks=slow), pytest.param((4, "off"), marks=slow), (4, "on")]
+OTHERS = [pytest.param(other, marks=slow) for other in ((1, "on"), (4, "off"), (4, "on"))]
 
 
 @pytest.fixture(scope="module", params=OTHERS, ids=str)
