@@ -243,6 +243,7 @@ def print_json(prompts: Sequence[str], completions: Sequence[Completion], llm: L
                 "prompt_token_ids": done.prompt_token_ids,
                 "token_ids": done.token_ids,
                 "finish_reason": done.finish_reason,
+                "num_cached_tokens": done.num_cached_tokens,
             }
             if done.error is not None:
                 row["error"] = done.error

@@ -51,6 +51,7 @@ def test_decode_json(folder, monkeypatch, capsys, tmp_path, silenced):
     assert [row["prompt_token_ids"] for row in rows[:2]] == GOLDEN.prompts[:2]
     assert rows[0]["text"] == " ".join(f"w{t}" for t in GOLDEN.greedy[0][:8])
     assert [row["finish_reason"] for row in rows[:3]] == ["length", "length", "error"]
+    assert [row["num_cached_tokens"] for row in rows[:3]] == [0, 0, 0]
     assert "prompt of 200 tokens" in rows[2]["error"]
     assert "prompt 2" in out.err
     stats = rows[3]["stats"]
