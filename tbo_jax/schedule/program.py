@@ -48,7 +48,7 @@ class Step:
 
 _LOOPS = frozenset(["while", "call", "conditional"])
 # They hand a running collective on.
-_CARRIERS = frozenset(["async-update", "get-tuple-element", "tuple", "bitcast", "opt-barrier"])
+_CARRIERS = frozenset(["async-update", "get-tuple-element", "bitcast", "opt-barrier"])
 
 
 class Program:
@@ -127,6 +127,8 @@ class Program:
                 tuples[name] = {
                     index: starts[o] for index, o in enumerate(instruction.operands) if o in starts
                 }
+            elif opcode == "opt-barrier" and instruction.operands[0] in tuples:
+                tuples[name] = tuples[instruction.operands[0]]
             elif opcode == "get-tuple-element" and instruction.operands[0] in tuples:
                 index = int(instruction.attribute("index") or 0)
                 if index in tuples[instruction.operands[0]]:

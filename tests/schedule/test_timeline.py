@@ -411,6 +411,23 @@ def test_a_turn_waits_for_what_the_turn_before_started() -> None:
     assert [t.waited for t in timeline.transfers] == [4, 0, 0, 0]
 
 
+def test_a_transfer_goes_through_a_barrier_in_a_tuple() -> None:
+    entry = f"""  %p = f32[4]{{0}} parameter(0)
+  %q = f32[9]{{0}} parameter(1)
+  %start = ((f32[4]{{0}}), f32[4]{{0}}) all-to-all-start(%p), {GROUPS}
+  %both = (((f32[4]{{0}}), f32[4]{{0}}), f32[9]{{0}}) tuple(%start, %q)
+  %held = (((f32[4]{{0}}), f32[4]{{0}}), f32[9]{{0}}) opt-barrier(%both)
+  %r = f32[9]{{0}} get-tuple-element(%held), index=1
+  %copy.1 = f32[9]{{0}} copy(%r)
+  %running = ((f32[4]{{0}}), f32[4]{{0}}) get-tuple-element(%held), index=0
+  %done = f32[4]{{0}} all-to-all-done(%running)
+  ROOT %copy.2 = f32[4]{{0}} copy(%done)"""
+    timeline = run_text(module(entry))
+    (transfer,) = timeline.transfers
+    assert transfer.beside == (("copy.1", 9.0),)  # and not what follows its done
+    assert (timeline.compute, timeline.exposed) == (13, 0)
+
+
 def test_an_end_without_a_start_is_an_error() -> None:
     entry = """  %p = f32[2]{0} parameter(0)
   %b.2 = f32[4]{0} parameter(1)
