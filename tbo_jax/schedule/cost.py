@@ -44,6 +44,9 @@ _WRAPPERS = frozenset(
     ["async-start", "async-update", "async-done", "call-start", "fusion", "custom-call"]
 )
 _PRODUCTS = frozenset(["dot", "scaled-dot", "ragged-dot"])
+# What a custom call says of its operations.
+_FLOPS = re.compile(r'"flops":"?(\d+)')
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 # Their operations are neither products nor few.
 _UNCOUNTED = frozenset(["fft", "cholesky", "triangular-solve"])
 
@@ -312,9 +315,9 @@ def _results(instruction: Instruction) -> tuple[Array, ...]:
 
 def _custom_product(instruction: Instruction, operands: list[Instruction]) -> Work:
     """A matrix product of a library, or what the kernel's own cost estimate says."""
-    if given := re.search(r'"flops":"?(\d+)', instruction.text):
+    if given := _FLOPS.search(instruction.text):
         return Work(float(given[1]))
-    contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.text)
+    contracted = _CONTRACTED.search(instruction.text)
     if contracted and operands and operands[0].arrays:
         dims = operands[0].arrays[0].dims
         axes = [int(d) for d in re.findall(r"\d+", contracted[1])]
@@ -333,7 +336,7 @@ def unpriced(instruction: Instruction) -> str | None:
     custom = instruction.opcode.removesuffix("-start") == "custom-call"
     if not custom or instruction.target in _FREE_TARGETS:
         return None
-    if re.search(r'"flops":|"lhs_contracting_dimensions":', instruction.text):
+    if _FLOPS.search(instruction.text) or _CONTRACTED.search(instruction.text):
         return None
     return f"custom call {instruction.target}: its bytes are counted, its operations are not"
 

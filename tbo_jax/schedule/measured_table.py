@@ -10,7 +10,7 @@ from rich.table import Table
 from tbo_jax.schedule.measured import MeasuredReport
 from tbo_jax.schedule.report import ScheduleReport, scope_of
 from tbo_jax.schedule.scopes import BACKWARD
-from tbo_jax.schedule.table import program_name, wide_console
+from tbo_jax.schedule.table import microseconds, milliseconds, program_name, wide_console
 from tbo_jax.schedule.timeline import Timeline
 
 _ALL_KNOWN = 0.98  # of the busy time: below it the table says how much is
@@ -81,7 +81,7 @@ def _summary(
 def _cell(report: MeasuredReport, quantity: str) -> str:
     if quantity == "hidden_share":
         return f"{report.hidden_share:.1%}"
-    shown = _ms(getattr(report, quantity))
+    shown = milliseconds(getattr(report, quantity))
     if len(report.devices) > 1:
         low, high = report.spread(quantity)
         shown += f" ({low * 1e3:.3f} to {high * 1e3:.3f})"
@@ -92,7 +92,7 @@ def _modelled(report: ScheduleReport, quantity: str) -> str:
     if quantity == "idle":
         return ""  # the model has no host to wait for
     value = getattr(report, quantity)
-    return f"{value:.1%}" if quantity == "hidden_share" else _ms(value)
+    return f"{value:.1%}" if quantity == "hidden_share" else milliseconds(value)
 
 
 Sums = dict[tuple[str, ...], list[float]]
@@ -146,9 +146,9 @@ def _side_by_side(keys: Sequence[str], sums: Sums, other: Sums, quantities: Sequ
     for key in sorted({*sums, *other}, key=_forward_first):
         cells = []
         for number in range(len(quantities)):
-            cells.append(_us(sums[key][number]) if key in sums else "-")
+            cells.append(microseconds(sums[key][number]) if key in sums else "-")
             if other:
-                cells.append(_us(other[key][number]) if key in other else "-")
+                cells.append(microseconds(other[key][number]) if key in other else "-")
         table.add_row(*key, *cells)
     return table
 
@@ -169,11 +169,3 @@ def timelines_of(measured: Iterable[MeasuredReport]) -> dict[str, Timeline]:
     return {
         f"{program_name(report.micro_batches)}, measured": report.timeline for report in measured
     }
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f} us"

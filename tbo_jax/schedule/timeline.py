@@ -204,7 +204,7 @@ class _Simulation:
         rates = self.program.rates
         left = max(0.0, seconds - work.kernels * rates.launch_seconds)
         now = self.now + seconds - left
-        for flight in sorted(self.flights.values(), key=lambda flight: flight.start):
+        for flight in self.flights.values():  # in the order in which the link serves them
             alone = min(left, max(0.0, flight.start - now))
             now, left = now + alone, left - alone
             if left and now < flight.end:
