@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tbo_jax import LLM, EngineConfig, OverlapConfig, SamplingParams, make_mesh
+from tbo_jax import LLM, EngineConfig, SamplingParams, make_mesh
 from tbo_jax.checkpoint.load import read_config
 from tbo_jax.engine import engine as engine_module
 from tbo_jax.engine import llm as llm_module
 from tbo_jax.engine.cache_size import cache_config
 from tbo_jax.engine.sharing import FairLock
 from tbo_jax.parallel.sharding import RANKS
+from tests.engine.engines import small_llm
 from tests.golden_cases import Golden, with_tokenizer
 
 NAME = "qwen3_moe"
@@ -33,14 +34,7 @@ GOLDEN = Golden(NAME)
 
 
 def make_llm(folder, *, devices=1, mode="off", **options):
-    defaults = dict(max_sequences=2, max_tokens=16, page_size=4, num_pages=48)
-    return LLM(
-        folder,
-        devices=devices,
-        overlap=OverlapConfig(mode),
-        compilation_cache=False,
-        **(defaults | options),
-    )
+    return small_llm(folder, devices, mode, **dict(max_sequences=2, num_pages=48) | options)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,12 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from tbo_jax import LLM, OverlapConfig, SamplingParams
+from tbo_jax import SamplingParams
 from tbo_jax.engine.engine import Engine
 from tbo_jax.engine.sampler import compile_feed, compile_sampler
 from tbo_jax.parallel.sharding import make_mesh
 from tbo_jax.sampling.draw import NOT_FINITE, SamplingInputs
+from tests.engine.engines import like, small_llm
 from tests.engine.loads import END_OF_SEQUENCE, Load, forget, plain, random_load, run
 from tests.engine.not_finite import (
     BAD,
@@ -43,25 +44,10 @@ def engines(tmp_path_factory, request) -> tuple[Engine, Engine]:
     """Without and with, on the same compiled steps, and with few pages."""
     folder = with_tokenizer(NAME, tmp_path_factory.mktemp("model"))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_OF_SEQUENCE}))
-    waiting = LLM(
-        folder,
-        devices=request.param,
-        overlap=OverlapConfig("off"),
-        max_sequences=3,
-        max_tokens=16,
-        page_size=4,
-        num_pages=14,
-        compilation_cache=False,
-        look_ahead=False,
+    waiting = small_llm(
+        folder, request.param, max_sequences=3, num_pages=14, look_ahead=False
     ).engine
-    ahead = Engine(
-        waiting.runner,
-        waiting.tokenizer,
-        waiting.end_of_sequence,
-        max_sequences=waiting.max_sequences,
-        max_context=waiting.max_context,
-    )
-    ahead.warm_up()
+    ahead = like(waiting)
     assert ahead.look_ahead and not waiting.look_ahead
     return waiting, ahead
 

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from tbo_jax import LLM, OverlapConfig, SamplingParams
+from tbo_jax import SamplingParams
 from tbo_jax.engine.engine import Engine
+from tests.engine.engines import like, small_llm
 from tests.engine.loads import END_OF_SEQUENCE, VOCABULARY, Load, random_load, run
 from tests.engine.not_finite import EMBEDDING, ERROR, poisoned
 from tests.golden_cases import Golden, with_tokenizer
@@ -46,31 +47,18 @@ def engines(tmp_path_factory, request) -> tuple[Engine, Engine]:
     case = request.param
     folder = with_tokenizer(case.model, tmp_path_factory.mktemp("model"))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_OF_SEQUENCE}))
-    without = LLM(
+    without = small_llm(
         folder,
-        devices=case.devices,
+        case.devices,
+        case.mode,
         tensor_parallel=case.tensor,
-        overlap=OverlapConfig(case.mode),
         max_sequences=3,
-        max_tokens=16,
-        page_size=4,
         num_pages=20,
-        compilation_cache=False,
         look_ahead=False if case.waits else None,
         speculate=case.drafts,
         prefix_cache=False,
     ).engine
-    with_cache = Engine(
-        without.runner,
-        without.tokenizer,
-        without.end_of_sequence,
-        max_sequences=without.max_sequences,
-        max_context=without.max_context,
-        look_ahead=without.look_ahead,
-        speculate=without.speculate,
-    )
-    with_cache.warm_up()
-    return without, with_cache
+    return without, like(without, look_ahead=without.look_ahead, speculate=without.speculate)
 
 
 def tree_load(seed: int, *, content: bool) -> Load:
@@ -171,16 +159,8 @@ def test_what_is_not_finite_is_not_found_again(engines):
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    return LLM(
-        with_tokenizer(NAME, tmp_path_factory.mktemp("model")),
-        devices=1,
-        overlap=OverlapConfig("off"),
-        max_sequences=2,
-        max_tokens=16,
-        page_size=4,
-        num_pages=48,
-        compilation_cache=False,
-    )
+    folder = with_tokenizer(NAME, tmp_path_factory.mktemp("model"))
+    return small_llm(folder, max_sequences=2, num_pages=48)
 
 
 def test_the_second_turn_of_a_chat_computes_what_is_new(llm):

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tbo_jax import LLM, OverlapConfig, SamplingParams
+from tbo_jax import LLM, SamplingParams
 from tbo_jax.engine.dispatch import DispatchedStep
 from tbo_jax.engine.engine import Engine
+from tests.engine.engines import like, small_llm
 from tests.engine.loads import END_OF_SEQUENCE, VOCABULARY, Load, Result, run
 from tests.engine.option_checks import WORDS, check_changed, random_options
 from tests.golden_cases import Golden, with_tokenizer
@@ -32,14 +33,8 @@ def folder(tmp_path_factory):
 
 def make_llm(folder, devices=1, mode="off", **options):
     """With few rows and pages, so that requests wait and are preempted."""
-    small = dict(max_sequences=3, max_tokens=16, page_size=4, num_pages=14, look_ahead=False)
-    return LLM(
-        folder,
-        devices=devices,
-        overlap=OverlapConfig(mode),
-        compilation_cache=False,
-        **small | options,
-    )
+    few = dict(max_sequences=3, num_pages=14, look_ahead=False)
+    return small_llm(folder, devices, mode, **few | options)
 
 
 @pytest.fixture(scope="module")
@@ -52,29 +47,14 @@ def waiting(llm) -> Engine:
     return llm.engine
 
 
-def like(engine: Engine, **options) -> Engine:
-    """Another engine with the same steps."""
-    other = Engine(
-        engine.runner,
-        engine.tokenizer,
-        engine.end_of_sequence,
-        max_sequences=engine.max_sequences,
-        max_context=engine.max_context,
-        max_logprobs=engine.max_logprobs,
-        **options,
-    )
-    other.warm_up()
-    return other
-
-
 @pytest.fixture(scope="module")
 def ahead(waiting) -> Engine:
-    return like(waiting)
+    return like(waiting, max_logprobs=waiting.max_logprobs)
 
 
 @pytest.fixture(scope="module")
 def speculating(waiting) -> Engine:
-    return like(waiting, speculate=DRAFTS)
+    return like(waiting, max_logprobs=waiting.max_logprobs, speculate=DRAFTS)
 
 
 slow = pytest.mark.slow

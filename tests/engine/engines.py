@@ -1,0 +1,26 @@
+"""Engines on small models, and others with the same steps."""
+
+from __future__ import annotations
+
+from tbo_jax import LLM, OverlapConfig
+from tbo_jax.engine.engine import Engine
+
+
+def small_llm(folder, devices=1, mode="off", **options) -> LLM:
+    """With few tokens a step and small pages; compiled programs are not kept."""
+    small = dict(max_tokens=16, page_size=4, compilation_cache=False)
+    return LLM(folder, devices=devices, overlap=OverlapConfig(mode), **small | options)
+
+
+def like(engine: Engine, **options) -> Engine:
+    """Another engine with the same steps, by default with look-ahead."""
+    other = Engine(
+        engine.runner,
+        engine.tokenizer,
+        engine.end_of_sequence,
+        max_sequences=engine.max_sequences,
+        max_context=engine.max_context,
+        **options,
+    )
+    other.warm_up()
+    return other
