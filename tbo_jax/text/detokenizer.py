@@ -23,6 +23,7 @@ of decoding all tokens at once in 138 of 400 streams of tokens with byte fallbac
 from __future__ import annotations
 
 import codecs
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,26 @@ from tbo_jax.text.tokenizer import Tokenizer
 _REPLACEMENT = "\ufffd"
 # Above this many pending tokens an unfinished window is searched for a place to cut it.
 _LONG_WINDOW = 8
+
+
+class WholeTokens(dict[int, str | None]):
+    """The text of each token id that is whole characters by itself, whatever is before and after.
+
+    It is None for any other id, and for all ids of a decoder that is not byte-level. Special tokens
+    have no text. Found when it is first asked for, so that a look-up afterwards is all it costs.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.any = _decoder_rules(tokenizer.decoder_description).byte_level
+
+    def __missing__(self, token_id: int) -> str | None:
+        found = None
+        if self.any:
+            with contextlib.suppress(UnicodeDecodeError):
+                found = self._tokenizer.byte_level_bytes(token_id).decode("utf-8")
+        self[token_id] = found
+        return found
 
 
 class IncrementalDetokenizer:
@@ -54,6 +75,13 @@ class IncrementalDetokenizer:
         self._num_context = 0  # tokens at the front of the window whose text is out
         self._num_emitted = 0  # characters of the window's text that are out
         self._finished = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all the text of the tokens so far is out."""
+        if self._rules.byte_level:
+            return not self._utf8.getstate()[0]
+        return len(self._window) == self._num_context
 
     def push(self, token_id: int) -> str:
         """Text that has become certain with this token; possibly empty.
@@ -130,7 +158,7 @@ def _decoder_rules(description: Mapping[str, Any] | None) -> _Rules:
     The steps of a decoder map a list of strings to a list of strings. Steps before the list is
     fused into one string act on each token; steps after it act on the whole text.
     """
-    steps = list(_steps(description))
+    steps = list(decoder_steps(description))
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return _Rules(streams=True, byte_level=True)
     byte_runs = any(step["type"] == "ByteFallback" for step in steps)
@@ -158,14 +186,15 @@ def _decoder_rules(description: Mapping[str, Any] | None) -> _Rules:
     return _Rules(streams=True, byte_runs=byte_runs)
 
 
-def _steps(description: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+def decoder_steps(description: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """The steps of `Tokenizer.decoder_description`, one after another; none without a decoder."""
     if description is None:
         return
     if description["type"] != "Sequence":
         yield description
         return
     for step in description["decoders"]:
-        yield from _steps(step)
+        yield from decoder_steps(step)
 
 
 def _replace_keeps_borders(step: Mapping[str, Any], fused: bool, byte_runs: bool) -> bool:

@@ -72,6 +72,11 @@ class TextStream:
         return self._stopped
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all the text of the tokens so far is out."""
+        return not self._held and self._detokenizer.is_whole
+
+    @property
     def text(self) -> str:
         """All text emitted so far."""
         return "".join(self._emitted)
