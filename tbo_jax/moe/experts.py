@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from tbo_jax.moe.expert_weights import ExpertWeights
-from tbo_jax.moe.grouped_matmul import expected_turns, for_each_block, grouped_matmul, zeros
+from tbo_jax.moe.grouped_matmul import (
+    expected_turns,
+    for_each_block,
+    for_each_equal_block,
+    grouped_matmul,
+    zeros,
+)
 from tbo_jax.moe.kernel import ExpertKernel, ExpertLoad, ExpertShape
 
 
@@ -18,6 +25,7 @@ def apply_experts(
     experts: jax.Array,
     weights: jax.Array,
     matrices: ExpertWeights,
+    block_rows: int | None = None,
 ) -> jax.Array:
     """Weighted sum, for each row, of the gated experts of this device that it chose.
 
@@ -27,6 +35,8 @@ def apply_experts(
             expert of another device, or none, and adds nothing. A row names an expert once.
         weights: [M, K].
         matrices: of E experts of widths D and F.
+        block_rows: compute so many rows together whatever the choices of others; None: as is
+            fastest for them. With it there is no gradient.
 
     Returns:
         [M, D], zero for rows without an expert here.
@@ -39,7 +49,11 @@ def apply_experts(
     group_sizes = jnp.sum(chosen[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
     # A row has at most min(K, E) experts here: what is sorted behind that bound belongs elsewhere.
     bound = num_rows * min(top_k, num_experts)
-    out = grouped_experts(rows[order[:bound] // top_k], matrices, group_sizes)
+    sorted_rows = rows[order[:bound] // top_k]
+    if block_rows is None:
+        out = grouped_experts(sorted_rows, matrices, group_sizes)
+    else:
+        out = _in_equal_blocks(sorted_rows, matrices, group_sizes, block_rows)
     place = jnp.argsort(order).reshape(num_rows, top_k)
     here = (chosen < num_experts).reshape(num_rows, top_k)
     picked = out[jnp.minimum(place, bound - 1)]
@@ -53,12 +67,14 @@ def apply_experts(
 class XlaExperts(ExpertKernel):
     """`apply_experts`, which XLA compiles for any platform and shape."""
 
+    block_rows: int | None = None
+
     @classmethod
     def unsupported(cls, shape: ExpertShape, device: Any = None) -> str | None:
         return None
 
     def __call__(self, rows, experts, weights, matrices):
-        return apply_experts(rows, experts, weights, matrices)
+        return apply_experts(rows, experts, weights, matrices, self.block_rows)
 
     def expected_turns(self, load: ExpertLoad) -> dict[str, float]:
         return expected_turns(load.chosen / load.num_experts, load.num_experts, load.bound)
@@ -80,6 +96,26 @@ def grouped_experts(rows: jax.Array, matrices: ExpertWeights, group_sizes: jax.A
         [M, D]; rows past the last group are zero. Differentiable but in `group_sizes`.
     """
 
+    block = _product_of_block(rows, matrices)
+    return for_each_block(block, zeros(rows.shape, rows.dtype, rows), group_sizes, rows.shape[0])
+
+
+def _in_equal_blocks(
+    rows: jax.Array, matrices: ExpertWeights, group_sizes: jax.Array, count: int
+) -> jax.Array:
+    """`grouped_experts` by blocks of `count` rows; what it gives past the last group is undefined.
+
+    No row's bits depend on the others.
+    """
+    padded = jnp.pad(rows, ((0, count), (0, 0)))
+    out = zeros(padded.shape, rows.dtype, rows)
+    block = _product_of_block(padded, matrices)
+    return for_each_equal_block(block, out, group_sizes, count)[: rows.shape[0]]
+
+
+def _product_of_block(rows: jax.Array, matrices: ExpertWeights) -> Callable[..., jax.Array]:
+    """What a loop over blocks of the rows does in a turn."""
+
     def block(out, start, group, count):
         x = jax.lax.dynamic_slice_in_dim(rows, start, count)
         place = matrices.place(group)
@@ -92,7 +128,7 @@ def grouped_experts(rows: jax.Array, matrices: ExpertWeights, group_sizes: jax.A
         product = project(hidden.astype(x.dtype), matrices.down, matrices.down_bias)
         return jax.lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), start, 0)
 
-    return for_each_block(block, zeros(rows.shape, rows.dtype, rows), group_sizes, rows.shape[0])
+    return block
 
 
 def _activate(matrices: ExpertWeights, hidden: jax.Array) -> jax.Array:

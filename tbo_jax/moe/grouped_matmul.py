@@ -131,6 +131,29 @@ def for_each_block(
     return out
 
 
+def for_each_equal_block(
+    block: Callable[..., Any], out: jax.Array, group_sizes: jax.Array, rows: int
+) -> jax.Array:
+    """What `for_each_block` does, by blocks of one size: a row is computed alike in any group.
+
+    A product of other sizes may sum in another order, so with `for_each_block` a row's bits depend
+    on how many rows its group has. Here the last block of a group reaches into the next ones, whose
+    own blocks come later. So what `out` has in its last `rows` rows, and after the last group, is
+    undefined, and there have to be as many behind it.
+    """
+    group_end = jnp.cumsum(group_sizes)
+    blocks = -(-group_sizes // rows)
+    block_end = jnp.cumsum(blocks)
+
+    def body(index, out):
+        group = jnp.sum(block_end <= index)
+        within = index - (block_end[group] - blocks[group])
+        return block(out, group_end[group] - group_sizes[group] + within * rows, group, rows)
+
+    with jax.named_scope(f"expert_blocks_{rows}"):
+        return jax.lax.fori_loop(0, block_end[-1], body, out)
+
+
 def block_sizes(num_rows: int, num_groups: int) -> list[int]:
     """Rows of a block: the large ones only where there are rows for four of them in each group."""
     large = [block for block in LARGE_BLOCK_ROWS if 4 * block * num_groups <= num_rows]

@@ -217,6 +217,29 @@ def test_experts_of_other_devices_add_nothing(top_k: int) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_blocks_of_one_size_give_a_row_the_same_bits_in_any_group() -> None:
+    """Alone, amid others that choose as it does, and beside one that is not finite."""
+    rng = np.random.default_rng(2)
+    rows, depth, width, experts = 70, 64, 32, 3
+    hidden = rng.normal(size=(rows, depth)).astype(np.float32)
+    weights = rng.normal(size=(rows, 2)).astype(np.float32)
+    matrices = ExpertWeights(
+        rng.normal(size=(experts, depth, 2 * width)).astype(np.float32),
+        rng.normal(size=(experts, width, depth)).astype(np.float32),
+    )
+    ids = np.array([rng.permutation([-1, *range(experts)])[:2] for _ in range(rows)], np.int32)
+    apply = jax.jit(functools.partial(apply_experts, block_rows=16))
+    whole = np.asarray(apply(hidden, ids, weights, matrices))
+    expected = one_by_one(hidden, ids, weights, matrices.gate_up, matrices.down)
+    np.testing.assert_allclose(whole, expected, atol=1e-2, rtol=1e-4)
+    hidden[0] = np.nan
+    for row in range(1, 9):
+        keep = rng.random(rows) < 0.3
+        keep[[0, row]] = True
+        found = np.asarray(apply(hidden, np.where(keep[:, None], ids, -1), weights, matrices))
+        assert found[row].tobytes() == whole[row].tobytes()
+
+
 @pytest.mark.parametrize("broken", range(3))
 def test_a_broken_row_breaks_no_other(broken: int) -> None:
     """More choices than experts here, and every row uses every expert here."""
