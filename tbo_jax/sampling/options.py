@@ -8,7 +8,7 @@ and a few numbers; a request that asks for nothing has no row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,14 +101,15 @@ class OptionInputs:
     words: Any  # [B, MAX_WORDS] int32
 
     @staticmethod
-    def pack(rows: Sequence[RowOptions], num_rows: int) -> np.ndarray:
-        """The bits of all fields, [num_rows, 7 + 2 MAX_WORDS] int32; further rows ask nothing."""
+    def pack(rows: Mapping[int, RowOptions], num_rows: int) -> np.ndarray:
+        """The bits of all fields, [num_rows, 7 + 2 MAX_WORDS] int32; other rows ask nothing."""
         columns = [f.name for f in dataclasses.fields(OptionInputs)][:-2]
         packed = np.zeros((num_rows, len(columns) + 2 * MAX_WORDS), np.int32)
         packed[:, len(columns) :] = _NO_WORD
         packed[:, 0] = _NOWHERE
         packed[:, 1] = np.float32(1.0).view(np.int32)
-        for packed_row, row in zip(packed, rows, strict=False):
+        for at, row in rows.items():
+            packed_row = packed[at]
             for index, name in enumerate(columns):
                 value = getattr(row, name)
                 is_float = isinstance(value, float)

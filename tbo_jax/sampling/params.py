@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
+
+from tbo_jax.sampling.structure import STRUCTURES, checked_text, schema_text
 
 MAX_SEED = 2**63 - 1
 _MAX_NEW_TOKENS = 128
@@ -28,6 +30,12 @@ class SamplingParams:
     follow: temperature, then top-k, then top-p over what top-k left (renormalised), then min-p
     relative to the most probable token.
 
+    `json_schema`, `json_object`, `regex`, `grammar` and `choice` say which texts are allowed, as in
+    vLLM's `structured_outputs` (where the first is `json`). A request has one of them at most. Its
+    end-of-sequence tokens are allowed where the text may end; where nothing may follow it ends
+    without one. A text that `max_new_tokens`, a stop string or a token of `stop_token_ids` cuts is
+    the beginning of an allowed one.
+
     Attributes:
         max_new_tokens: most tokens to generate, at least 1. `max_tokens`, as vLLM calls it, is
             taken in its place.
@@ -44,6 +52,8 @@ class SamplingParams:
         logprobs: with each token its log-probability, its rank, and the most probable tokens, so
             many, with theirs. They are log_softmax of the logits of the model, before any option
             here changes them (vLLM's `raw_logprobs`). 0: of the token alone; None: off.
+        prompt_logprobs: the same of the tokens of the prompt, each given those before it; None for
+            the first (vLLM). The engine must have been made for it.
         repetition_penalty: the logit of each token of the prompt or the text so far is divided by
             it if it is above 0, else multiplied (transformers' `RepetitionPenaltyLogitsProcessor`;
             vLLM's is the same). Above 0; 1 is off.
@@ -57,11 +67,20 @@ class SamplingParams:
             ruled out where the text ends with the others. A word is taken as it is, and with a
             space before it where that gives as many tokens and another first one.
         min_tokens: so many tokens come before an end-of-sequence token or one of `stop_token_ids`
-            can (vLLM; transformers' `min_new_tokens`); stop strings that end before are not seen.
+            can (vLLM; transformers' `min_new_tokens`); stop strings that end before are not seen. A
+            text after which nothing is allowed ends all the same.
         stop_token_ids: ids that end the generation as an end-of-sequence token does (vLLM).
         include_stop_str_in_output: the text keeps the stop string that ended it, and the token ids
             the token that did, with its text (vLLM).
         skip_special_tokens: special tokens have no text (transformers, vLLM).
+        json_schema: the text is JSON that this schema allows, with properties in the order of the
+            schema; a dict or JSON text, kept as text. It may have what llguidance supports of JSON
+            Schema (docs/json_schema.md there), and "x-guidance" for the spaces.
+        json_object: the text is any JSON object (OpenAI's `response_format` of type json_object).
+        regex: the whole text matches it; in the syntax of Rust's regex, without look-around.
+        grammar: the text is of this context-free grammar, in llguidance's form of Lark
+            (docs/syntax.md there) or in llama.cpp's GBNF.
+        choice: the text is one of these.
 
     Raises:
         ValueError: a value of the wrong type or out of range; names field, value and range.
@@ -77,6 +96,7 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -87,6 +107,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    json_schema: dict[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
     max_tokens: InitVar[int | None] = None
 
     def __post_init__(self, max_tokens: int | None) -> None:
@@ -105,8 +130,9 @@ class SamplingParams:
             raise _refuse("min_tokens", self.min_tokens, most)
         if self.seed is not None:
             self._set_int("seed", 0, MAX_SEED)
-        if self.logprobs is not None:
-            self._set_int("logprobs", 0, None)
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                self._set_int(field, 0, None)
         self._set_float("temperature", 0.0, math.inf, "a finite number, 0 or more")
         for field, high, expected in (
             ("top_p", 1.0, "a number in (0, 1]"),
@@ -118,7 +144,8 @@ class SamplingParams:
         self._set_float("min_p", 0.0, 1.0, "a number in [0, 1]")
         for field in ("frequency_penalty", "presence_penalty"):
             self._set_float(field, -2.0, 2.0, "a number in [-2, 2]")
-        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        flags = "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "json_object"
+        for field in flags:
             if not isinstance(getattr(self, field), bool):
                 raise _refuse(field, getattr(self, field), "True or False")
         for field in ("stop", "bad_words"):
@@ -129,6 +156,18 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise _refuse("allowed_token_ids", allowed, "one id or more, or None")
         self._set_bias()
+        self._set_structure()
+
+    @property
+    def structure(self) -> tuple[str, Any] | None:
+        """The option that says which texts are allowed, and its value; None: all are."""
+        return next(self._structures(), None)
+
+    def _structures(self) -> Iterator[tuple[str, Any]]:
+        for name in STRUCTURES:
+            value = getattr(self, name)
+            if value is not (False if name == "json_object" else None):
+                yield name, value
 
     def _set(self, field: str, value: Any) -> None:
         object.__setattr__(self, field, value)  # the dataclass is frozen once this is over
@@ -180,6 +219,27 @@ class SamplingParams:
                 raise _refuse("logit_bias", value, expected)
         ids = {_whole("logit_bias", i, 0, _MOST_ID): float(number) for i, number in bias.items()}
         self._set("logit_bias", tuple(sorted(ids.items())))
+
+    def _set_structure(self) -> None:
+        given = [name for name, _ in self._structures()]
+        if not given:
+            return
+        name, value = given[0], getattr(self, given[0])
+        if len(given) > 1:
+            raise _refuse(name, value, f"one of {', '.join(given)}, which exclude each other")
+        if self.ignore_eos:
+            raise _refuse("ignore_eos", True, f"False with {name}, which says where the text ends")
+        what = f"SamplingParams.{name}"
+        if name == "json_schema":
+            self._set(name, schema_text(value, what))
+        elif name == "choice":
+            self._set_texts(name)
+            if not self.choice:
+                raise _refuse(name, value, "one text or more, or None")
+            for text in self.choice:
+                checked_text(text, what)
+        elif name != "json_object":
+            checked_text(value, what)
 
 
 def _whole(field: str, value: Any, low: int, high: int | None) -> int:

@@ -42,7 +42,7 @@ def new_tables(vocabulary: int = VOCABULARY) -> RowTables:
 def change(
     logits: np.ndarray, rows: list[RowOptions], tables: RowTables, before: tuple[int, ...] = (0,)
 ) -> tuple[np.ndarray, RowTables]:
-    inputs = OptionInputs.unpack(jnp.asarray(OptionInputs.pack(rows, len(logits))))
+    inputs = OptionInputs.unpack(jnp.asarray(OptionInputs.pack(dict(enumerate(rows)), len(logits))))
     found, marks = jit_change(logits, inputs, np.array(before, np.int32), tables.bias, tables.marks)
     return np.asarray(found), RowTables(tables.bias, marks)
 

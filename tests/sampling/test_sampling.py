@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -63,6 +64,7 @@ def reference_kept(
         *[("include_stop_str_in_output", v) for v in (1, "no", None)],
         *[("n", v) for v in (0, 1.0, True, None)],
         *[("logprobs", v) for v in (-1, 1.0, True, "3")],
+        ("prompt_logprobs", -1),
         *[("repetition_penalty", v) for v in (0, 0.0, -1.0, float("inf"), float("nan"), "1", None)],
         *[("frequency_penalty", v) for v in (-2.1, 2.5, float("nan"), True, None)],
         *[("presence_penalty", v) for v in (-2.1, 2.5, float("nan"), True, None)],
@@ -72,6 +74,12 @@ def reference_kept(
         *[("min_tokens", v) for v in (-1, 129, 1.0, True, None)],
         *[("allowed_token_ids", v) for v in ([], 5, "12", {1: 2}, b"ab")],
         *[("stop_token_ids", v) for v in (5, None, "12", {1: 2})],
+        *[("json_object", v) for v in (0, "yes", None)],
+        *[("json_schema", v) for v in ("", 5, [], True, {1: 2}, {"enum": (1,)}, {"const": set()})],
+        *[("json_schema", v) for v in ({"minimum": float("nan")}, '{"const": "\ud800"}')],
+        *[("regex", v) for v in ("", 5, False, b"a", "\ud800")],
+        *[("grammar", v) for v in ("", 5, ["a"], "\ud800")],
+        *[("choice", v) for v in ("", [], ["a", ""], ["a", 1], {"a"}, "\ud800")],
     ],
 )
 def test_bad_parameter_is_named(field: str, value: Any) -> None:
@@ -87,6 +95,36 @@ def test_parameters_are_normalised() -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
     assert type(params.temperature) is float and type(params.top_k) is int
     assert hash(params) == hash(SamplingParams(**{f: getattr(params, f) for f in params.__slots__}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(regex="a", choice=["b"]), "regex is 'a'; expected one of regex, choice, which excl"),
+        (dict(json_object=True, json_schema={}), "json_schema is {}; expected one of json_schema"),
+        (dict(json_object=True, ignore_eos=True), "ignore_eos is True; expected False with json_o"),
+        (dict(json_schema="[1]"), "json_schema: expected a JSON object, got list"),
+        (dict(json_schema="{1}"), "json_schema: not valid JSON: Expecting property name"),
+        (dict(json_schema='{"a": 1, "a": 2}'), "json_schema: not valid JSON: key 'a' occurs 2"),
+    ],
+)
+def test_structures_that_cannot_be_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^SamplingParams\.{re.escape(message)}"):
+        SamplingParams(**options)
+
+
+def test_structures_have_one_form() -> None:
+    schema = {"type": "object", "properties": {"b": {"const": "é"}, "a": {"minimum": 1.5}}}
+    params = SamplingParams(json_schema=schema)
+    assert isinstance(params.json_schema, str) and json.loads(params.json_schema) == schema
+    assert list(json.loads(params.json_schema)["properties"]) == ["b", "a"]
+    assert params.structure == ("json_schema", params.json_schema)
+    assert SamplingParams(json_schema=' {"type":  "null"}').json_schema == ' {"type":  "null"}'
+    assert SamplingParams(choice="yes").structure == ("choice", ("yes",))  # type: ignore[arg-type]
+    assert SamplingParams(json_object=True).structure == ("json_object", True)
+    assert SamplingParams(regex="a").structure == ("regex", "a")
+    assert SamplingParams().structure is None
+    assert dataclasses.replace(params) == params and hash(dataclasses.replace(params))
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids", "stop_token_ids"])
@@ -121,7 +159,7 @@ def test_ids_and_biases_have_one_form() -> None:
 
 def test_parameters_do_not_import_jax() -> None:
     # Under an empty stand-in for the package, whose own __init__ may import more.
-    folder = str(Path(tbo_jax.sampling.params.__file__).parent)
+    folder = str(Path(tbo_jax.sampling.params.__file__).parent.parent)
     code = f"""
 import sys, types
 package = sys.modules["tbo_jax"] = types.ModuleType("tbo_jax")
