@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from tbo_jax.attention.buffers import AttentionBuffers
 from tbo_jax.layers.context import LayerContext, PagedAttention, live_tokens
@@ -21,6 +24,21 @@ from tbo_jax.step.kernels import Kernels
 from tbo_jax.step.shapes import Bucket
 
 LogitRows = Literal["last", "all"]  # logits of the last token of each sequence, or of all tokens
+TOKENS_AT_A_TIME = 128  # whose logits `EachToken` sees together
+
+
+@dataclass(frozen=True)
+class EachToken:
+    """What is made of the logits of all tokens, a block at a time: [T, V] is never held.
+
+    Attributes:
+        targets: [T] int32; of a token below 0 nothing is wanted. A block without others costs
+            nothing.
+        of_block: (logits float32 [N, V], targets [N]) -> [N, ...].
+    """
+
+    targets: jax.Array
+    of_block: Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def forward(
@@ -35,7 +53,8 @@ def forward(
     tensor: TensorParallel,
     logits: LogitRows,
     inputs: Inputs,
-) -> tuple[jax.Array, AttentionBuffers]:
+    each: EachToken | None = None,
+) -> tuple[Any, AttentionBuffers]:
     """Run a batch through the model in so many micro-batches.
 
     Args:
@@ -46,9 +65,11 @@ def forward(
         kernels, exchange, tensor: what computes and what communicates.
         logits: of which tokens.
         inputs: which optional fields `batch` has.
+        each: what else is wanted of the logits of all tokens.
 
     Returns:
-        Logits float32 [B, V] or [T, V], and the buffers.
+        Logits float32 [B, V] or [T, V], and the buffers. With `each` the first is a pair: the
+        logits, and what `each` makes of all tokens, [T, ...].
     """
     parts: tuple[ForwardBatch, ...] = (batch,)
     if micro_batches > 1:
@@ -79,7 +100,36 @@ def forward(
         tokens = jnp.arange(batch.token_capacity, dtype=jnp.int32)
     chosen = gather_tokens(hidden, parts, tokens)
     kept = buffers.work[len(work) :]  # a step that is not split leaves the others' buffers
-    return model.logits(chosen), AttentionBuffers(cache, (*work, *kept))
+    after = AttentionBuffers(cache, (*work, *kept))
+    found = model.logits(chosen)
+    if each is None:
+        return found, after
+    everything = jnp.arange(batch.token_capacity, dtype=jnp.int32)
+    return (found, _of_each(model, gather_tokens(hidden, parts, everything), each)), after
+
+
+def _of_each(model: CausalLM, hidden: jax.Array, each: EachToken) -> jax.Array:
+    """What `each` makes of the logits of hidden states [T, D]; 0 where nothing is wanted."""
+    capacity = len(hidden)
+    size = min(TOKENS_AT_A_TIME, capacity)
+    count = -(-capacity // size)
+    numbers = jnp.arange(count * size, dtype=jnp.int32).reshape(count, size)
+    targets = jnp.take(each.targets, numbers, mode="fill", fill_value=-1)
+
+    def describe(numbers: jax.Array, targets: jax.Array) -> jax.Array:
+        rows = jnp.take(hidden, numbers, axis=0, mode="clip")
+        return each.of_block(model.logits(rows), targets)
+
+    shape = jax.eval_shape(describe, numbers[0], targets[0])
+
+    def of_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        nothing = jnp.zeros(shape.shape, shape.dtype)
+        wanted = jnp.any(block[1] >= 0)
+        found: jax.Array = lax.cond(wanted, describe, lambda *_: nothing, *block)
+        return found
+
+    found = lax.map(of_block, (numbers, targets))
+    return found.reshape(count * size, *found.shape[2:])[:capacity]
 
 
 def _rotary(model: CausalLM, batch: ForwardBatch) -> tuple[jax.Array, jax.Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import warnings
@@ -27,10 +28,11 @@ from tbo_jax.parallel.processes import over_ranks
 from tbo_jax.parallel.sharding import RANKS, TENSOR, num_ranks, parameter_spec
 from tbo_jax.parallel.tensor_parallel import TensorParallel
 from tbo_jax.step.compiler_options import Options, compiler_options
-from tbo_jax.step.forward import LogitRows, forward
+from tbo_jax.step.deterministic import check_deterministic
+from tbo_jax.step.forward import EachToken, LogitRows, forward
 from tbo_jax.step.inputs import Inputs
 from tbo_jax.step.kernels import choose_kernels
-from tbo_jax.step.packed import pack_numbers, unpack_numbers
+from tbo_jax.step.program import LogitsProgram, StepProgram
 from tbo_jax.step.shapes import Bucket, CacheConfig, Program
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class ModelRunner:
         dispatch_dtype: DispatchDtype | None = None,
         logits: LogitRows = "last",
         inputs: Inputs | None = None,
+        deterministic: bool = False,
     ):
         """Take the model's weights and choose its kernels; nothing is compiled yet.
 
@@ -70,11 +73,13 @@ class ModelRunner:
             logits: of the last token of each sequence [R, B, V], or of all tokens [R, T, V]; steps
                 that verify drafts always give those of all tokens.
             inputs: what every batch holds beside tokens; default nothing.
+            deterministic: no bit of a token depends on the tokens of other sequences in the step,
+                on its place in it, or on where its sequence was cut.
 
         Raises:
             ValueError: the experts do not divide over the devices, or the heads over those of a
                 rank, or an unknown transport or dispatch_dtype, or inputs that the model does not
-                read.
+                read; or `deterministic` where that is not known (`check_deterministic`).
         """
         self.config = model.config
         self.cache = cache
@@ -84,6 +89,9 @@ class ModelRunner:
         self.dispatch_dtype = dispatch_dtype
         self.logits = logits
         self.inputs = Inputs() if inputs is None else inputs
+        self.deterministic = deterministic
+        if deterministic:
+            check_deterministic(mesh, self.overlap)
         self.inputs.check_model(self.config)
         self.scanned = isinstance(model.layers, StackedLayers)
         # Split once: a jitted step that took the module would walk its object graph in every call.
@@ -94,11 +102,11 @@ class ModelRunner:
         self.tensor = TensorParallel(mesh.shape[TENSOR])
         self._on_device = model.config.of_device(self.tensor.size)
         self.kernels = choose_kernels(
-            mesh.devices.flat[0], self._on_device, masked=self.inputs.mask_offsets > 0
+            mesh.devices.flat[0], self._on_device, self.inputs.mask_offsets > 0, deterministic
         )
         self._compiled: dict[Program, jax.stages.Compiled] = {}
         self._chosen: dict[Bucket, int] = {}
-        self._shapes: dict[Bucket, ForwardBatch] = {}
+        self.program: StepProgram = LogitsProgram(self.inputs, cache, self.config, num_ranks(mesh))
         self._exchange = exchange_of(self.config, mesh, transport, dispatch_dtype)
         if self.overlap.mode == "on" and not self.communicates:
             logger.warning(
@@ -107,6 +115,13 @@ class ModelRunner:
                 self.config.model_type,
                 mesh.size,
             )
+
+    def with_program(self, program: StepProgram) -> ModelRunner:
+        """A runner of the same model whose steps take and give what another program does."""
+        other = copy.copy(self)
+        other.program = program
+        other._compiled, other._chosen = {}, {}
+        return other
 
     @property
     def num_compiled(self) -> int:
@@ -177,14 +192,6 @@ class ModelRunner:
         """Shapes of `allocate()`; nothing is allocated."""
         return jax.eval_shape(self.allocate)
 
-    def _batch_shapes(self, bucket: Bucket) -> ForwardBatch:
-        """Shapes and dtypes of a batch of this bucket."""
-        if bucket not in self._shapes:
-            self._shapes[bucket] = self.inputs.abstract_batch(
-                bucket, self.cache, self.config, num_ranks(self.mesh)
-            )
-        return self._shapes[bucket]
-
     @property
     def largest_weight(self) -> int:
         """Bytes of the largest array of the weights on one device."""
@@ -215,7 +222,7 @@ class ModelRunner:
         buffers: AttentionBuffers,
         batch: ForwardBatch,
         micro_batches: int | None = None,
-    ) -> tuple[jax.Array, AttentionBuffers]:
+    ) -> tuple[Any, AttentionBuffers]:
         """Run one step; compiles first if the bucket is new.
 
         Args:
@@ -227,16 +234,24 @@ class ModelRunner:
 
         Returns:
             Logits float32 [R, B, V] ([R, T, V] with `logits="all"` or drafts; rows of padding are
-            undefined), and the buffers.
+            undefined), or what another `program` gives; and the buffers.
 
         Raises:
             ValueError: the batch has other fields, or other shapes than the bucket.
         """
-        self.inputs.check(batch, self.config)
-        # A program reads numpy arrays after this returns, on CPU where they are (jax#37830); these
-        # are copies.
-        packed = over_ranks(pack_numbers(batch, self._batch_shapes(bucket)), self.mesh)
-        return self.compile(bucket, micro_batches)(self._weights, buffers, *packed)
+        inputs = self.program.from_batch(bucket, batch)
+        return self.run(bucket, buffers, *inputs, count=micro_batches)
+
+    def run(
+        self, bucket: Bucket, buffers: AttentionBuffers, *inputs: Any, count: int | None = None
+    ) -> tuple[Any, AttentionBuffers]:
+        """Run one step with the inputs of `program`, and as many micro-batches as `step` does.
+
+        A program reads numpy arrays after this returns, on CPU where they are (jax#37830): they
+        must not be written any more.
+        """
+        placed = over_ranks(inputs, self.mesh)
+        return self.compile(bucket, count)(self._weights, buffers, *placed)
 
     def compile(self, bucket: Bucket, micro_batches: int | None = None) -> jax.stages.Compiled:
         """The compiled step of a bucket, from the cache of this runner if it is there."""
@@ -304,51 +319,51 @@ class ModelRunner:
             self._buffer_shapes,
         )
         ranks = placed(PartitionSpec(RANKS))
-        shapes = self._batch_shapes(bucket)
-        packed = jax.eval_shape(lambda batch: pack_numbers(batch, shapes), shapes)
-        packed = jax.tree.map(lambda leaf: abstract(leaf, ranks), packed)
+        inputs = jax.tree.map(lambda leaf: abstract(leaf, ranks), self.program.shapes(bucket))
         with warnings.catch_warnings():
             # A buffer that cannot be updated in place would be copied whole in every step.
             warnings.filterwarnings("error", message="Some donated buffers were not usable")
-            return self._jitted(bucket, count).lower(weights, buffers, *packed)
+            return self._jitted(bucket, count).lower(weights, buffers, *inputs)
 
     def _jitted(self, bucket: Bucket, count: int) -> Any:
         ranks = PartitionSpec(RANKS)
 
-        shapes = self._batch_shapes(bucket)
-
-        def step(
-            weights: list[jax.Array],
-            buffers: AttentionBuffers,
-            numbers: jax.Array,
-            rest: ForwardBatch,
-        ):
+        def step(weights: list[jax.Array], buffers: AttentionBuffers, *inputs: Any):
             model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
-            rest = jax.tree.map(lambda leaf: leaf[0], rest)
-            one = unpack_numbers(numbers[0], rest, shapes)
-            with exact_products(self.config.dtype):
-                logits, buffers = forward(
-                    model,
-                    buffers,
-                    one,
-                    bucket=bucket,
-                    micro_batches=count,
-                    kernels=self.kernels,
-                    exchange=self._exchange,
-                    tensor=self.tensor,
-                    logits="all" if bucket.drafts else self.logits,
-                    inputs=self.inputs,
-                )
-            return logits[None], buffers
+
+            def run(
+                batch: ForwardBatch, each: EachToken | None = None
+            ) -> tuple[Any, AttentionBuffers]:
+                with exact_products(self.config.dtype):
+                    return forward(
+                        model,
+                        buffers,
+                        batch,
+                        bucket=bucket,
+                        micro_batches=count,
+                        kernels=self.kernels,
+                        exchange=self._exchange,
+                        tensor=self.tensor,
+                        logits="all" if bucket.drafts else self.logits,
+                        inputs=self.inputs,
+                        each=each,
+                    )
+
+            mine = jax.tree.map(lambda leaf: leaf[0], inputs)
+            outputs, after = self.program.trace(bucket, run, *mine)
+            return jax.tree.map(lambda leaf: leaf[None], outputs), after
 
         # Varying-axes checks would ask for casts in every loop that starts from zeros.
         sharded = jax.shard_map(
             step,
             mesh=self.mesh,
-            in_specs=(self._specs, BUFFER_SPECS, ranks, ranks),
+            in_specs=(self._specs, BUFFER_SPECS, *[ranks] * len(self.program.shapes(bucket))),
             out_specs=(ranks, BUFFER_SPECS),
             check_vma=False,
         )
         # Explicit: inferred shardings of axes of size one get lost, and the next step would copy.
-        placed = jax.tree.map(functools.partial(NamedSharding, self.mesh), (ranks, BUFFER_SPECS))
-        return jax.jit(sharded, donate_argnums=1, out_shardings=placed)
+        placed = functools.partial(NamedSharding, self.mesh)
+        whole = PartitionSpec() if jax.process_count() > 1 else ranks
+        outputs = self.program.placed(placed(ranks), placed(whole))
+        shardings = outputs, jax.tree.map(placed, BUFFER_SPECS)
+        return jax.jit(sharded, donate_argnums=1, out_shardings=shardings)
