@@ -3,9 +3,11 @@
 from tbo_jax import _moved
 from tbo_jax.attention.buffers import AttentionBuffers, allocate_attention_buffers
 from tbo_jax.checkpoint.tensors import CheckpointError
+from tbo_jax.engine.async_llm import AsyncLLM, TokenStream
 from tbo_jax.engine.config import EngineConfig
 from tbo_jax.engine.engine import TokenEvent
-from tbo_jax.engine.llm import LLM, Completion
+from tbo_jax.engine.generation import Completion, Score
+from tbo_jax.engine.llm import LLM
 from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.moe.experts import apply_experts
 from tbo_jax.moe.routing import top_k_softmax
@@ -29,6 +31,7 @@ _moved.install()
 __all__ = [
     "LLM",
     "RANKS",
+    "AsyncLLM",
     "AttentionBuffers",
     "Bucket",
     "CacheConfig",
@@ -41,11 +44,13 @@ __all__ = [
     "ModelRunner",
     "OverlapConfig",
     "SamplingParams",
+    "Score",
     "SplitRule",
     "StackedLayers",
     "Stage",
     "TokenEvent",
     "TokenLogprobs",
+    "TokenStream",
     "TokenizerError",
     "__version__",
     "allocate_attention_buffers",

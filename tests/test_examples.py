@@ -72,7 +72,7 @@ def test_train_writes_a_model_and_resumes_on_more_devices(example, monkeypatch, 
     assert log[1]["loss"] < log[0]["loss"]
     llm = LLM(
         out, devices=1, overlap=OverlapConfig(), compilation_cache=False,
-        max_sequences=1, max_tokens=16,
+        max_sequences=1, max_batched_tokens=16,
     )  # fmt: skip
     (done,) = llm.generate(["The ship"], SamplingParams(max_new_tokens=4))
     assert done.error is None

@@ -64,7 +64,7 @@ def test_mixtral_gives_the_same_tokens_on_any_devices(devices, mode):
         overlap=OverlapConfig(mode),
         max_context=1024,
         max_sequences=16 // devices,
-        max_tokens=64,
+        max_batched_tokens=64,
         scanned=True,  # compiles in a tenth of the time
     )
     check(llm, EXPECTED)

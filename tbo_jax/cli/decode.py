@@ -26,7 +26,8 @@ import tyro
 from tbo_jax.engine.config import EngineConfig
 from tbo_jax.engine.devices import find_devices, use_most_memory
 from tbo_jax.engine.engine import TokenEvent
-from tbo_jax.engine.llm import LLM, Completion
+from tbo_jax.engine.generation import Completion
+from tbo_jax.engine.llm import LLM
 from tbo_jax.host.command import FAILED, run_command
 from tbo_jax.host.json_files import parse_json_object
 from tbo_jax.host.progress import progress_bar
@@ -81,6 +82,8 @@ class Arguments:
     """Completions of each prompt, with seeds that count on from its own; needs --json."""
     logprobs: int | None = None
     """Tell the log-probability of each token and of the N most probable ones; needs --json."""
+    prompt_logprobs: int | None = None
+    """Tell the same of each token of the prompt but the first; needs --json."""
     seed: int | None = None
     """Prompt i samples with seed SEED + i; default: a random one."""
     stop: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
@@ -91,6 +94,16 @@ class Arguments:
     """Keep the stop string, or the token, that ended a text."""
     skip_special_tokens: bool = True
     """Print no special tokens."""
+    json_schema: str | None = None
+    """Generate JSON that this schema allows: JSON text, or a file with it."""
+    json_object: bool = False
+    """Generate a JSON object."""
+    regex: str | None = None
+    """Generate a text that matches this regular expression as a whole."""
+    grammar: str | None = None
+    """Generate a text of this grammar, in Lark or GBNF: the grammar, or a file with it."""
+    choice: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    """Generate one of these texts; several, or the option repeated."""
     coordinator: str | None = None
     """Run as one of several processes, started alike: HOST:PORT of the first one, or "auto" where
     SLURM, Open MPI or Kubernetes started them."""
@@ -155,10 +168,7 @@ def read_prompts(args: Arguments) -> list[str]:
     """
     prompts = list(args.prompt)
     if args.prompts_file is not None:
-        try:
-            lines = args.prompts_file.read_text("utf-8-sig").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--prompts-file {args.prompts_file}: {error}") from error
+        lines = read_text(args.prompts_file, "--prompts-file").split("\n")
         prompts += [line for line in lines if line.strip()]
     if not prompts:
         raise ValueError("nothing to decode: give --prompt TEXT or --prompts-file FILE")
@@ -178,17 +188,30 @@ def sampling_params(
         for field in dataclasses.fields(SamplingParams)
         if (value := getattr(args, field.name, None)) is not None
     }
-    for name in ("n", "logprobs"):
+    for name in ("n", "logprobs", "prompt_logprobs"):
         if name in given and not args.json:
-            raise ValueError(f"--{name} {given[name]} needs --json")
-    for name in ("stop", "bad_words"):
+            raise ValueError(f"--{name.replace('_', '-')} {given[name]} needs --json")
+    for name in ("stop", "bad_words", "choice"):
         given[name] = tuple(text for texts in given[name] for text in texts)
+    given["choice"] = given["choice"] or None
+    # What each of them is written in does not look like the name of a file.
+    for name, mark in (("json_schema", "{"), ("grammar", ":")):
+        if name in given and mark not in given[name]:
+            given[name] = read_text(Path(given[name]), f"--{name.replace('_', '-')}")
     if args.logit_bias is not None:
         given["logit_bias"] = read_bias(args.logit_bias)
     if args.seed is not None and not 0 <= args.seed <= MAX_SEED:
         raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {args.seed}")
     seeds = [None if args.seed is None else (args.seed + i) % (MAX_SEED + 1) for i in range(count)]
     return [make(**{**given, "seed": seed}) for seed in seeds]
+
+
+def read_text(path: Path, option: str) -> str:
+    """The text of a file that an option names; ValueError if it cannot be read."""
+    try:
+        return path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{option} {path}: {error}") from error
 
 
 def read_bias(text: str) -> dict[int, Any]:
@@ -249,6 +272,11 @@ def print_json(prompts: Sequence[str], completions: Sequence[Completion], llm: L
                 row["error"] = done.error
             if done.logprobs is not None:
                 row["logprobs"] = [dataclasses.asdict(known) for known in done.logprobs]
+            if done.prompt_logprobs is not None:
+                row["prompt_logprobs"] = [
+                    None if known is None else dataclasses.asdict(known)
+                    for known in done.prompt_logprobs
+                ]
             print(json.dumps(row, ensure_ascii=False))
     print(json.dumps({"stats": llm.statistics}))
 
@@ -281,7 +309,9 @@ def engine_config(args: Arguments, requests: int) -> EngineConfig:
     config = dataclasses.replace(args.engine, overlap=overlap_config(args))
     ranks = max(len(find_devices(config.devices)) // config.tensor_parallel, 1)
     return dataclasses.replace(
-        config, max_sequences=min(config.max_sequences, -(-requests // ranks))
+        config,
+        max_sequences=min(config.max_sequences, -(-requests // ranks)),
+        prompt_logprobs=args.prompt_logprobs is not None,
     )
 
 

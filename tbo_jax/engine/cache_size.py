@@ -8,15 +8,19 @@ allocated after it (`Dispatcher.compile_all`).
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
+import jax
 from jax.sharding import Mesh
 
 from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.engine.config import EngineConfig
 from tbo_jax.engine.devices import free_memory
-from tbo_jax.engine.dispatch import buckets_of, sampled_rows
+from tbo_jax.engine.dispatch import buckets_of
 from tbo_jax.engine.option_rows import OptionRows
-from tbo_jax.engine.sampler import compile_sampler
+from tbo_jax.engine.row_state import SampledSteps, describing_prompts, sampled_rows, with_sampling
+from tbo_jax.engine.sampler import compile_sample_again
+from tbo_jax.engine.structured.masks import TokenMasks
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.parallel.processes import least
 from tbo_jax.step.runner import ModelRunner
@@ -72,7 +76,7 @@ def cache_config(
             "the cache of a device holds"
         )
     # No step has more tokens than the pages hold; what is sized by it need not be larger.
-    most = min(config.max_tokens, max(held, config.max_sequences))
+    most = min(config.max_batched_tokens, max(held, config.max_sequences))
     return CacheConfig(pages, size, -(-longest // size), most), longest
 
 
@@ -104,7 +108,11 @@ def default_num_pages(
 
 
 def pages_that_fit(
-    runner: ModelRunner, max_sequences: int, drafts: int = 0, max_logprobs: int | None = None
+    runner: ModelRunner,
+    max_sequences: int,
+    drafts: int = 0,
+    max_logprobs: int | None = None,
+    max_prompt_logprobs: int | None = None,
 ) -> int:
     """Pages of each device that leave room for the largest steps of `runner`, which are compiled.
 
@@ -114,7 +122,7 @@ def pages_that_fit(
         runner: its buffers are not allocated.
         max_sequences: most sequences of one step on one rank.
         drafts: most draft tokens of a sequence.
-        max_logprobs: of options of requests, as `Dispatcher` takes it.
+        max_logprobs, max_prompt_logprobs: as `Dispatcher` takes them.
 
     Raises:
         ValueError: the largest step leaves no memory for 2 pages.
@@ -122,50 +130,66 @@ def pages_that_fit(
     cache, free = runner.cache, free_memory(runner.mesh)
     if free is None:
         return cache.num_pages
-    taken = bytes_beside_cache(runner, max_sequences, drafts, max_logprobs)
+    taken = bytes_beside_cache(runner, max_sequences, drafts, max_logprobs, max_prompt_logprobs)
     size = kv_bytes_per_page(runner.config.of_device(runner.tensor.size), cache.page_size)
     affordable = least(max((free - taken) // size, 0))
     if affordable < 2:
         raise ValueError(
             f"no memory for the key/value cache: {free / 2**20:.0f} MiB are free, and a step of "
-            f"{cache.max_tokens} tokens takes {taken / 2**20:.0f} MiB; take a smaller max_tokens "
-            "or max_sequences, or more devices"
+            f"{cache.max_tokens} tokens takes {taken / 2**20:.0f} MiB; take a smaller "
+            "max_batched_tokens or max_sequences, or more devices"
         )
     return cache.num_pages if affordable >= cache.num_pages else _steady(affordable)
 
 
 def bytes_beside_cache(
-    runner: ModelRunner, max_sequences: int, drafts: int = 0, max_logprobs: int | None = None
+    runner: ModelRunner,
+    max_sequences: int,
+    drafts: int = 0,
+    max_logprobs: int | None = None,
+    max_prompt_logprobs: int | None = None,
 ) -> int:
     """Most bytes of a device that steps take beside weights and cache, of the programs themselves.
 
-    These are the temporary memory and the logits of the largest step and of its sampler, which
-    may run beside the next step, and as much as the largest weight: what XLA:GPU copies when it
-    tries kernels out, if a program is compiled later. Where requests may have options, these are
-    also the tables of the options and what their programs take.
+    These are the temporary memory and the outputs of the largest step, and as much as the largest
+    weight: what XLA:GPU copies when it tries kernels out, if a program is compiled later. Where
+    requests may have options, these are also the tables of the options and what their programs
+    take. Where log-probabilities of prompts may be asked for, their program of the step counts too.
     """
-    _, verify, prefill = buckets_of(runner.cache.max_tokens, max_sequences, drafts)
-    options, tables = None, 0
+    _, verify, prefill = buckets_of(
+        runner.cache.max_tokens, max_sequences, drafts, runner.deterministic
+    )
+    options, masks, tables = None, None, 0
     if max_logprobs is not None:
         vocabulary = runner.config.vocab_size
         options = OptionRows(runner.mesh, max_sequences, vocabulary, max_logprobs)
+        masks = TokenMasks(runner.mesh, vocabulary)
         tables = options.table_bytes
     taken = [0]
+    runner = with_sampling(runner, max_sequences)
+    program = SampledSteps.of(runner, max_sequences)
     for bucket in (*verify[-1:], *prefill[-1:]):
-        rows = sampled_rows(bucket)
-        sampler = compile_sampler(runner.mesh, rows, runner.config.vocab_size, rows)
-        programs = [runner.compile(bucket), sampler]
-        if options is not None:
-            programs += options.compile(rows)
-        analyses = [program.memory_analysis() for program in programs]
-        taken.append(
-            sum(
-                a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes
-                for a in analyses
-                if a is not None
-            )
-        )
+        beside = []
+        if options is not None and masks is not None:
+            vocabulary, rows = runner.config.vocab_size, sampled_rows(bucket)
+            beside += [*options.compile(rows), masks.compile(rows)]
+            beside.append(compile_sample_again(runner.mesh, program, bucket, vocabulary))
+        steps = [runner.compile(bucket)]
+        if max_prompt_logprobs is not None and not bucket.decode:
+            describing = describing_prompts(runner, max_sequences, max_prompt_logprobs)
+            steps.append(describing.compile(bucket, runner.micro_batches(bucket)))
+        taken += [_bytes_beside([step, *beside]) for step in steps]
     return runner.largest_weight + tables + max(taken)
+
+
+def _bytes_beside(programs: Sequence[jax.stages.Compiled]) -> int:
+    """Temporary memory and outputs of programs that run one after another, as far as XLA tells."""
+    analyses = [program.memory_analysis() for program in programs]
+    return sum(
+        a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes
+        for a in analyses
+        if a is not None
+    )
 
 
 def _steady(pages: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, Self, get_args
 
 import jax.numpy as jnp
 import tyro
@@ -37,7 +38,7 @@ class EngineConfig:
     for, as far as the cache holds it."""
     max_sequences: int = 16
     """Most sequences of one step on one rank; further ones wait."""
-    max_tokens: int = 256
+    max_batched_tokens: int = 256
     """Most tokens of one step on one rank; longer prompts are cut in chunks."""
     page_size: int = 16
     """Tokens of one page of the key/value cache."""
@@ -59,25 +60,50 @@ class EngineConfig:
     prefix_cache: bool = True
     """Keep the keys and values of ended requests while there is room, and compute only what follows
     where a prompt begins like one of them, or like one that runs."""
+    deterministic: bool = False
+    """Give a request the same logits and tokens, bit by bit, whatever runs beside it; on CPU only,
+    and slower."""
     request_options: bool = True
     """Compile what penalties, biases, log-probabilities and the like need, and leave memory for it;
     requests that ask for such options are refused without."""
     max_logprobs: int = 20
     """Most log-probabilities of other tokens that a request may ask for with each of its own."""
+    prompt_logprobs: Annotated[bool, tyro.conf.Suppress] = False
+    """Compile what log-probabilities of prompts need, a second program for each size of prefill;
+    requests that ask for them are refused without."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, unless JAX is told another one."""
 
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Make one from options by name.
+
+        Raises:
+            TypeError: an option does not exist, or has another name now.
+            ValueError: as above.
+        """
+        if "max_tokens" in options:
+            raise TypeError(
+                f"max_tokens is {options['max_tokens']!r:.80}: expected max_batched_tokens, as the "
+                "most tokens of one step on one rank are called now; those of a request are the "
+                "max_new_tokens of its SamplingParams"
+            )
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(options.keys() - set(known)):
+            raise TypeError(f"an engine has no options {unknown}: expected some of {known}")
+        return cls(**options)
+
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "max_sequences", "max_tokens", "page_size"):
+        for name in ("tensor_parallel", "max_sequences", "max_batched_tokens", "page_size"):
             whole_number(name, getattr(self, name), 1)
         whole_number("max_logprobs", self.max_logprobs, 0)
         for name, least in {"devices": 1, "max_context": 2, "num_pages": 2}.items():
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), least)
-        if self.max_tokens < self.max_sequences:
+        if self.max_batched_tokens < self.max_sequences:
             raise ValueError(
-                f"max_tokens is {self.max_tokens}: expected at least max_sequences, "
-                f"{self.max_sequences}"
+                f"max_batched_tokens is {self.max_batched_tokens}: expected at least "
+                f"max_sequences, {self.max_sequences}"
             )
         for name, allowed in {
             "dtype": (None, *DTYPES),
@@ -86,7 +112,9 @@ class EngineConfig:
             "look_ahead": (None, True, False),
             "scanned": (True, False),
             "prefix_cache": (True, False),
+            "deterministic": (True, False),
             "request_options": (True, False),
+            "prompt_logprobs": (True, False),
             "compilation_cache": (True, False),
         }.items():
             value = getattr(self, name)
@@ -95,20 +123,30 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value!r}: expected one of {known}")
         if self.overlap is not None and not isinstance(self.overlap, OverlapConfig):
             raise ValueError(f"overlap is {self.overlap!r}: expected an OverlapConfig or None")
-        takes_drafts(self.speculate, self.max_tokens, self.look_ahead)
+        takes_drafts(self.speculate, self.max_batched_tokens, self.look_ahead, self.deterministic)
 
 
-def takes_drafts(speculate: int, max_tokens: int, look_ahead: bool | None) -> bool:
+def takes_drafts(
+    speculate: int, max_batched_tokens: int, look_ahead: bool | None, deterministic: bool = False
+) -> bool:
     """Whether decodes verify drafts: `speculate` of them beside the token that is due.
 
     Raises:
-        ValueError: a step of `max_tokens` has no room for them, or they go with `look_ahead`.
+        ValueError: a step of `max_batched_tokens` has no room for them, or they go with
+            `look_ahead` or `deterministic`.
     """
-    if whole_number("speculate", speculate, 0) >= max_tokens:
-        raise ValueError(f"speculate is {speculate}: expected less than max_tokens, {max_tokens}")
+    if whole_number("speculate", speculate, 0) >= max_batched_tokens:
+        raise ValueError(
+            f"speculate is {speculate}: expected less than max_batched_tokens, {max_batched_tokens}"
+        )
     if speculate and look_ahead:
         raise ValueError(
             f"look_ahead with speculate={speculate}: expected one of them, as drafts need the "
             "tokens of the last step"
+        )
+    if speculate and deterministic:
+        raise ValueError(
+            f"deterministic=True with speculate={speculate}: expected one of them, as steps that "
+            "verify drafts are programs of another shape"
         )
     return speculate > 0

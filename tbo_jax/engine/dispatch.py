@@ -2,26 +2,106 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tbo_jax.attention.buffers import AttentionBuffers
 from tbo_jax.engine.auto.decide import Decision, decide
 from tbo_jax.engine.auto.trial import Timer
 from tbo_jax.engine.option_rows import OptionRows, Options
-from tbo_jax.engine.sampler import compile_feed, compile_sampler
-from tbo_jax.engine.scheduling.plan import ScheduledSequence, StepPlan
-from tbo_jax.overlap.batch import ForwardBatch, stack_batches
+from tbo_jax.engine.row_state import (
+    CONTEXT,
+    LAST_TOKEN,
+    SAMPLING,
+    TOKEN,
+    RowChanges,
+    RowState,
+    SampledStep,
+    SampledSteps,
+    StepInputs,
+    describing_prompts,
+    needed_again,
+    sampled_rows,
+    stacked,
+    with_sampling,
+    zeros,
+)
+from tbo_jax.engine.sampler import compile_change_rows, compile_sample_again
+from tbo_jax.engine.scheduling.plan import SampledRows, StepPlan
+from tbo_jax.engine.scheduling.request import Request
+from tbo_jax.engine.scheduling.rows import Rows
+from tbo_jax.engine.structured.masks import Structures, TokenMasks
 from tbo_jax.parallel.processes import over_ranks
+from tbo_jax.parallel.sharding import RANKS
 from tbo_jax.sampling.draw import SamplingInputs
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket, sizes_between
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Tokens of a prompt in a step, of which it is told how probable their successors are."""
+
+    request: Request
+    rank: int
+    slot: int  # of the first one
+    tokens: range  # their numbers in the prompt
+
+    @property
+    def slots(self) -> slice:
+        """Where they are in the step."""
+        return slice(self.slot, self.slot + len(self.tokens))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptChunks:
+    """Those of a step, and what it tells of them."""
+
+    chunks: list[PromptChunk]
+    described: jax.Array  # [R, T, ...] int32, as `sampling.options.describe` gives it
+
+    def read(self) -> None:
+        """Wait for it, and give it to the requests that are not finished."""
+        described = np.asarray(self.described)
+        for chunk in self.chunks:
+            told = chunk.request.prompt_logprobs
+            if told is not None and not chunk.request.is_finished:
+                told.put(chunk.tokens.start, described[chunk.rank, chunk.slots])
+
+
+def prompt_chunks(plan: StepPlan) -> list[PromptChunk]:
+    """What the requests of a step want to be told of their prompts."""
+    chunks = []
+    for rank, prefills in enumerate(plan.prefills):
+        slot = int(plan.num_decodes[rank])
+        for sequence in prefills:
+            request, start = sequence.request, sequence.request.num_computed
+            if request.prompt_logprobs is not None:
+                tokens = request.prompt_logprobs.wanted(start, start + sequence.num_tokens)
+                if tokens:
+                    chunks.append(PromptChunk(request, rank, slot + tokens.start - start, tokens))
+            slot += sequence.num_tokens
+    return chunks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StartedStep:
+    """A step that the device runs, and from whose logits tokens may have to be sampled again."""
+
+    plan: StepPlan
+    bucket: Bucket
+    state: RowState  # before it
+    inputs: StepInputs
+    outputs: SampledStep
+    before: DispatchedStep | None  # the step whose tokens the unread ones of `plan` are
+    prompts: PromptChunks | None = None  # what it tells of prompts, if a request wants that
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,50 +110,74 @@ class DispatchedStep:
 
     plan: StepPlan
     bucket: Bucket
-    tokens: jax.Array  # [R, B] int32, the sampled token of each row, or with drafts [R, T]
-    padded: jax.Array  # the same, [R, max_sequences] or more
-    readable: jax.Array  # the same as `tokens`, for the host, and with `NOT_FINITE`
+    tokens: jax.Array  # [R, S] int32, the last token of each sequence
+    readable: jax.Array  # [R, B] int32, for the host, or with drafts [R, T]; with `NOT_FINITE`
     ahead: bool  # the tokens of the step before were not read yet
     described: jax.Array | None = None  # [R, B or T, ...] int32, where log-probabilities are wanted
+    prompts: PromptChunks | None = None  # where log-probabilities of prompts are wanted
 
-    def read(self) -> list[list[int]]:
-        """Waits for the tokens: of each sequence the one after its last token and each draft.
+    def read(self) -> np.ndarray:
+        """Wait for the tokens [N] that the sequences of `plan.sampled` sample; int32.
 
-        `NOT_FINITE` stands where logits were not. What a sequence that does not sample has there
-        means nothing.
+        With drafts they are [N, 1 + drafts of the bucket]: the one after the last token and those
+        after each draft; what is beyond the drafts of a sequence means nothing. `NOT_FINITE`
+        stands where logits were not.
         """
-        return self._by_sequence(np.asarray(self.readable).tolist())
+        return self._of_sampled(np.asarray(self.readable))
 
-    def read_described(self) -> list[np.ndarray] | None:
-        """Waits for the log-probabilities of each token that `read` gives; None without any.
+    def read_described(self) -> np.ndarray | None:
+        """Wait for the log-probabilities of each token that `read` gives; None without any.
 
-        A row of each sequence's array is one of `sampling.options.describe`.
+        The last axis is one of `sampling.options.describe`.
         """
-        return None if self.described is None else self._by_sequence(np.asarray(self.described))
+        return None if self.described is None else self._of_sampled(np.asarray(self.described))
 
-    def _by_sequence(self, values: Any) -> list[Any]:
-        """Rows of the logits [R][B] -> of each sequence its own."""
-        found = []
-        for rank, rows in zip(self.plan.ranks, values, strict=True):
-            start = 0
-            for sequence in rank:
-                stop = start + len(sequence.drafts) + 1
-                found.append(rows[start:stop])
-                start = stop
-        return found
+    def _of_sampled(self, values: np.ndarray) -> np.ndarray:
+        """Rows of the logits [R, B, ...] -> of the sequences [N, ...]."""
+        of = self.plan.sampled
+        if not self.bucket.drafts:
+            found: np.ndarray = values[of.ranks, of.places]
+            return found
+        slots = self.plan.logit_rows[:, None] + np.arange(1 + self.bucket.drafts)
+        return values[of.ranks[:, None], np.minimum(slots, values.shape[1] - 1)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DecodesOnly:
+    """What a step without prompts and drafts was told, which the next one is mostly told again."""
+
+    bucket: Bucket
+    sampled: SampledRows
+    tokens: np.ndarray
+    layout: np.ndarray
+
+    def is_of(self, plan: StepPlan, bucket: Bucket) -> bool:
+        """Whether the same rows decode, and nothing else is computed."""
+        return (
+            bucket == self.bucket
+            and not (plan.drafts or any(plan.prefills))
+            and np.array_equal(plan.sampled.ranks, self.sampled.ranks)
+            and np.array_equal(plan.sampled.rows, self.sampled.rows)
+        )
 
 
 def buckets_of(
-    max_tokens: int, max_sequences: int, drafts: int
+    max_tokens: int, max_sequences: int, drafts: int, one_of_each: bool = False
 ) -> tuple[list[Bucket], list[Bucket], list[Bucket]]:
-    """The shapes of steps that decode, that verify drafts, and of all others; largest ones last."""
+    """The shapes of steps that decode, that verify drafts, and of all others; largest ones last.
+
+    With `one_of_each` only the largest.
+    """
     decode = [Bucket(n, n, True) for n in sizes_between(1, max_sequences, 2)]
     verify = [
         Bucket(min(n * (drafts + 1), max_tokens), n, True, drafts)
         for n in sizes_between(1, max_sequences, 4)
         if drafts
     ]
-    return decode, verify, [Bucket(n, max_sequences) for n in sizes_between(16, max_tokens, 4)]
+    prefill = [Bucket(n, max_sequences) for n in sizes_between(16, max_tokens, 4)]
+    if one_of_each:
+        return decode[-1:], verify[-1:], prefill[-1:]
+    return decode, verify, prefill
 
 
 class Dispatcher:
@@ -85,7 +189,12 @@ class Dispatcher:
     Every step has the shape of one of a few buckets, all compiled by `compile_all`. A step with one
     token a sequence takes the smallest decode bucket that holds its rows, one with drafts the
     smallest verify bucket, any other the smallest prefill bucket that holds its tokens. The bucket
-    is chosen from the counts of all ranks, so that all of them run the same program.
+    is chosen from the counts of all ranks, so that all of them run the same program. With a
+    deterministic runner there is one decode bucket, which steps with decodes take, and one prefill
+    bucket, which all others take.
+
+    A step that tells log-probabilities of prompts has the shape of a prefill bucket, and runs
+    another program of it.
     """
 
     def __init__(
@@ -94,24 +203,35 @@ class Dispatcher:
         max_sequences: int,
         drafts: int = 0,
         max_logprobs: int | None = None,
+        max_prompt_logprobs: int | None = None,
     ) -> None:
         """Args:
         runner: compiles and runs the step.
         max_sequences: most sequences of one step on one rank.
         drafts: most draft tokens of a sequence.
         max_logprobs: of options of requests (`OptionRows`); None: no request has any.
+        max_prompt_logprobs: how many of the most probable tokens are told with those of a
+            prompt; None: no request wants log-probabilities of its prompt.
         """
-        self.runner = runner
+        self.runner = with_sampling(runner, max_sequences)
         self.max_sequences = max_sequences
+        self._program = SampledSteps.of(runner, max_sequences)
         self._decode_buckets, self._verify_buckets, self._prefill_buckets = buckets_of(
-            runner.cache.max_tokens, max_sequences, drafts
+            runner.cache.max_tokens, max_sequences, drafts, runner.deterministic
         )
+        self._describing = None
+        if max_prompt_logprobs is not None:
+            self._describing = describing_prompts(self.runner, max_sequences, max_prompt_logprobs)
         self._allocated: AttentionBuffers | None = None
-        self._samplers: dict[int, jax.stages.Compiled] = {}  # by rows
-        self._feeds: dict[int, jax.stages.Compiled] = {}  # by tokens
-        self._options = None
+        self._state: RowState | None = None
+        self._change_rows: tuple[jax.stages.Compiled, RowState] | None = None
+        self._samplers: dict[Bucket, jax.stages.Compiled] = {}  # of steps with options
+        self._sent: dict[tuple[Bucket, str], tuple[np.ndarray, Any]] = {}
+        self._decodes_only: _DecodesOnly | None = None  # the last step, if it was such a one
+        self._options, self._masks = None, None
         if max_logprobs is not None:
             vocabulary = runner.config.vocab_size
+            self._masks = TokenMasks(runner.mesh, vocabulary)
             self._options = OptionRows(runner.mesh, max_sequences, vocabulary, max_logprobs)
 
     @property
@@ -123,12 +243,8 @@ class Dispatcher:
         self,
         progress: Callable[[int, int], None] | None = None,
         timer: Timer | None = None,
-        *,
-        look_ahead: bool = True,
     ) -> dict[Bucket, Decision]:
         """Compile every program that `dispatch` may run; see `Engine.warm_up`.
-
-        With `look_ahead` it may be told of a step before.
 
         Returns:
             What was decided of each bucket with `USE_TBO=auto`, where what the cache held is lost.
@@ -141,61 +257,97 @@ class Dispatcher:
             )
         else:
             self.runner.compile_all(self.buckets, progress)
-        for bucket in self.buckets:
-            self._sampler(sampled_rows(bucket))
-            if self._options is not None:
+        if self._describing is not None:
+            for bucket in self._prefill_buckets:
+                self._describing.compile(bucket, self.runner.micro_batches(bucket))
+        self._changer()
+        if self._options is not None and self._masks is not None:
+            for bucket in self.buckets:
                 self._options.compile(sampled_rows(bucket))
-            if look_ahead:
-                self._feed(bucket.tokens)
+                self._masks.compile(sampled_rows(bucket))
+                self._sampler(bucket)
         self._buffers()
         return decisions
 
-    def dispatch(
-        self,
-        plan: StepPlan,
-        seeds: Mapping[int, int],
-        before: DispatchedStep | None = None,
-        options: Options = MappingProxyType({}),
-    ) -> DispatchedStep:
-        """Start a step and its sampling; returns without waiting for either.
+    def start(
+        self, plan: StepPlan, rows: Rows, before: DispatchedStep | None = None
+    ) -> StartedStep:
+        """Start a step; returns without waiting for it. Before the next one it is to be sampled.
 
         Args:
             plan: with one sequence or more.
-            seeds: request id -> seed.
+            rows: of its requests. What is stale of them is sent.
             before: the step whose tokens the unread ones of `plan` are.
-            options: of its requests that have any; `max_logprobs` must have been given for them.
         """
-        bucket = self.bucket_of(plan)
-        batch = stack_batches([self._pack(rank, bucket) for rank in plan.ranks])
-        if before is not None and batch.token_ids.min() < 0:
-            batch = dataclasses.replace(batch, token_ids=self._feed_tokens(batch, before))
-        logits, self._allocated = self.runner.step(bucket, self._buffers(), batch)
-        rows = sampled_rows(bucket)
-        packed = np.stack([_sampling_inputs(rank, seeds, rows).packed() for rank in plan.ranks])
-        inputs = over_ranks(packed, self.runner.mesh)
-        asked = self._options if options else None
-        assert asked is not None or not options
-        wanted, described = logits, None
-        if asked is not None:
-            fed = None if before is None else before.padded
-            wanted = asked.change(plan, options, logits, fed)
-        tokens, padded, readable = self._sampler(rows)(wanted, inputs)
-        if asked is not None:
-            described = asked.describe(plan, options, logits, tokens)
-        for array in (readable, described):
+        chunks = prompt_chunks(plan)
+        bucket = self.bucket_of(plan, bool(chunks))
+        state = self._up_to_date(rows)
+        inputs = over_ranks(self._inputs(plan, bucket, chunks), self.runner.mesh)
+        given, prompts = (bucket, self._buffers(), state, inputs), None
+        if chunks:
+            assert self._describing is not None
+            count = self.runner.micro_batches(bucket)
+            outputs, self._allocated = self._describing.run(*given, count=count)
+            prompts = PromptChunks(chunks, outputs.described)
+        else:
+            outputs, self._allocated = self.runner.run(*given)
+        return StartedStep(plan, bucket, state, inputs, outputs, before, prompts)
+
+    def sample(
+        self,
+        started: StartedStep,
+        options: Options = MappingProxyType({}),
+        structures: Structures = MappingProxyType({}),
+    ) -> DispatchedStep:
+        """Have the tokens of a started step; returns without waiting for them.
+
+        Args:
+            started: by `start`.
+            options: of its requests that have any; `max_logprobs` must have been given for them.
+            structures: likewise, each after all tokens of its request, so that these were read.
+        """
+        plan, bucket, before = started.plan, started.bucket, started.before
+        outputs, prompts = started.outputs, started.prompts
+        logits, described = outputs.logits, None
+        if options:
+            assert self._options is not None
+            fed = None if before is None else before.tokens
+            logits = self._options.change(plan, options, logits, fed)
+        if structures:
+            assert self._masks is not None
+            logits = self._masks.change(plan, structures, logits)
+        if logits is not outputs.logits:
+            inputs = needed_again(bucket, started.inputs)
+            outputs = self._sampler(bucket)(started.state, inputs, logits)
+        if options:
+            assert self._options is not None
+            logits = started.outputs.logits  # those of the model
+            described = self._options.describe(plan, options, logits, outputs.readable)
+        self._state = outputs.state
+        of_prompts = None if prompts is None else prompts.described
+        for array in (outputs.readable, described, of_prompts):
             if array is not None:
                 array.copy_to_host_async()  # while the next step runs
         ahead = before is not None
-        return DispatchedStep(plan, bucket, tokens, padded, readable, ahead, described)
+        return DispatchedStep(
+            plan, bucket, outputs.tokens, outputs.readable, ahead, described, prompts
+        )
 
-    def bucket_of(self, plan: StepPlan) -> Bucket:
-        """The shape of a step: of all ranks, those without tokens included."""
-        rows = max(len(rank) for rank in plan.ranks)
-        tokens = max(plan.num_tokens)
-        if plan.num_drafts:
+    def bucket_of(self, plan: StepPlan, prefill: bool = False) -> Bucket:
+        """The shape of a step: of all ranks, those without tokens included.
+
+        With `prefill` it is that of a prefill, also where each sequence has but one token.
+        """
+        rows, tokens = plan.num_sequences.max(), plan.num_tokens.max()
+        if plan.drafts:
             fits = (b for b in self._verify_buckets if b.sequences >= rows and b.tokens >= tokens)
             return next(fits)
-        if all(sequence.num_tokens == 1 for sequence in plan.sequences):
+        if self.runner.deterministic:
+            decodes = plan.with_decodes
+        else:
+            prefills = [one for rank in plan.prefills for one in rank]
+            decodes = not prefill and all(one.num_tokens == 1 for one in prefills)
+        if decodes:
             return next(b for b in self._decode_buckets if b.sequences >= rows)
         return next(b for b in self._prefill_buckets if b.tokens >= tokens)
 
@@ -205,6 +357,7 @@ class Dispatcher:
         The buffers were donated to it: they may be gone, or hold its error.
         """
         self._free()
+        self._state = None
         if self._options is not None:
             self._options.forget()
 
@@ -219,53 +372,132 @@ class Dispatcher:
                 leaf.delete()
         self._allocated = None
 
-    def _pack(self, sequences: Sequence[ScheduledSequence], bucket: Bucket) -> ForwardBatch:
-        return ForwardBatch.pack(
-            [s.token_ids for s in sequences],
-            [s.request.num_computed for s in sequences],
-            [s.request.pages for s in sequences],
-            token_capacity=bucket.tokens,
-            sequence_capacity=bucket.sequences,
-            pages_per_sequence=self.runner.cache.pages_per_sequence,
-            page_size=self.runner.cache.page_size,
-        )
+    def _up_to_date(self, rows: Rows) -> RowState:
+        """The state of the rows, with what is stale of them sent."""
+        if self._state is None:
+            self._state = self._changer()[1]
+        if rows.stale.any():
+            for changes in self._changes(rows):
+                placed = over_ranks(changes, self.runner.mesh)
+                self._state = self._changer()[0](self._state, placed)
+            rows.stale[:] = False
+        return self._state
 
-    def _feed_tokens(self, batch: ForwardBatch, before: DispatchedStep) -> jax.Array:
-        """The token ids [R, T] with those of the step before in place of the unread ones."""
-        capacity = batch.token_capacity
-        if before.tokens.shape[-1] == capacity:
-            slots = np.arange(capacity)
-            live = slots < batch.num_tokens[:, None]
-            if np.array_equal(batch.token_ids, np.where(live, -1 - slots, 0)):
-                return before.tokens  # row for row; what pads them is never read
-        ids = over_ranks(batch.token_ids, self.runner.mesh)
-        return self._feed(capacity)(ids, before.padded)
+    def _changes(self, rows: Rows) -> Iterator[RowChanges]:
+        """What makes stale rows what they should be, so many at a time."""
+        ranks, at = np.nonzero(rows.stale)
+        requests = rows.requests[ranks, at].tolist()
+        numbers = np.zeros((len(requests), SAMPLING.stop), np.int32)
+        numbers[:, CONTEXT] = [request.num_computed for request in requests]
+        numbers[:, TOKEN] = [request.token_ids[-1] for request in requests]
+        numbers[:, SAMPLING] = SamplingInputs.from_rows(
+            [request.params for request in requests],
+            [request.seed for request in requests],
+            [request.num_generated for request in requests],
+            len(requests),
+        ).packed()
+        count = self._rows_at_a_time
+        place = np.arange(len(ranks)) - np.searchsorted(ranks, ranks)  # on its rank
+        for first in range(0, int(place.max()) + 1, count):
+            shapes = stacked(self._program.ranks, RowChanges.shapes(count, self.runner.cache))
+            changes = zeros(shapes)
+            changes.rows[:] = self.max_sequences
+            for number in np.flatnonzero((place >= first) & (place < first + count)).tolist():
+                to, pages = (ranks[number], place[number] - first), requests[number].pages
+                changes.rows[to] = at[number]
+                changes.numbers[to] = numbers[number]
+                changes.pages[to][: len(pages)] = pages
+            yield changes
 
-    def _sampler(self, rows: int) -> jax.stages.Compiled:
-        if rows not in self._samplers:
-            width = max(rows, self.max_sequences)
+    def _inputs(
+        self, plan: StepPlan, bucket: Bucket, chunks: Sequence[PromptChunk] = ()
+    ) -> StepInputs:
+        """What the step is told. What it was told before, the devices have already."""
+        of = plan.sampled
+        last = self._decodes_only
+        if last is not None and last.is_of(plan, bucket):
+            tokens, layout = last.tokens, last.layout
+        else:
+            tokens, layout = self._layout(plan, bucket)
+            self._decodes_only = None
+            if not (plan.drafts or any(plan.prefills)):
+                self._decodes_only = _DecodesOnly(bucket, of, tokens, layout)
+        shape = StepInputs.shapes(bucket, self.runner.cache).new_pages.shape
+        new_pages = np.zeros((self._program.ranks, *shape), np.int32)
+        if plan.new_pages:
+            place_of = np.zeros((self._program.ranks, self.max_sequences), np.intp)
+            place_of[of.ranks, of.rows] = of.places
+            filled: Counter[tuple[int, int]] = Counter()
+            for rank, row, at, page in plan.new_pages:
+                new_pages[rank, place_of[rank, row], filled[rank, row]] = at, page
+                filled[rank, row] += 1
+        named = {"tokens": tokens, "layout": layout, "new_pages": new_pages}
+        if chunks:
+            named["targets"] = np.full_like(tokens, -1)
+            for chunk in chunks:
+                after = slice(chunk.tokens.start + 1, chunk.tokens.stop + 1)
+                targets = chunk.request.prompt_token_ids[after]
+                named["targets"][chunk.rank, chunk.slots] = targets
+        return StepInputs(**{name: self._send(bucket, name, a) for name, a in named.items()})
+
+    def _layout(self, plan: StepPlan, bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
+        """`StepInputs.tokens` and `StepInputs.layout` of all ranks."""
+        shapes = stacked(self._program.ranks, StepInputs.shapes(bucket, self.runner.cache))
+        tokens = np.full(shapes.tokens.shape, LAST_TOKEN, np.int32)
+        layout = np.zeros(shapes.layout.shape, np.int32)
+        of = plan.sampled
+        layout[:, 1] = self.max_sequences
+        layout[of.ranks, 0, of.places] = 1
+        layout[of.ranks, 1, of.places] = of.rows
+        layout[of.ranks, 2, of.places] = 1
+        for number, drafts in plan.drafts.items():
+            layout[of.ranks[number], 0, of.places[number]] += len(drafts)
+        starts = np.cumsum(layout[:, 0], axis=1) - layout[:, 0]
+        for number, drafts in plan.drafts.items():
+            rank = of.ranks[number]
+            start = starts[rank, of.places[number]] + 1
+            tokens[rank, start : start + len(drafts)] = drafts
+        for rank, prefills in enumerate(plan.prefills):
+            start = plan.num_decodes[rank]
+            for place, sequence in enumerate(prefills, start):
+                row, count = sequence.request.row, sequence.num_tokens
+                layout[rank, :2, place] = count, row
+                tokens[rank, start : start + count] = sequence.token_ids
+                start += count
+        return tokens, layout
+
+    def _send(self, bucket: Bucket, name: str, values: np.ndarray) -> Any:
+        """The values, on the devices already if they were told twice in a row."""
+        if (bucket, name) in self._sent:
+            last, there = self._sent[bucket, name]
+            if last is values or np.array_equal(last, values):
+                if there is None:
+                    placed = NamedSharding(self.runner.mesh, PartitionSpec(RANKS))
+                    there = jax.make_array_from_callback(
+                        values.shape, placed, lambda index: values[index]
+                    )
+                    self._sent[bucket, name] = last, there
+                return there
+        self._sent[bucket, name] = values, None
+        return values
+
+    def _changer(self) -> tuple[jax.stages.Compiled, RowState]:
+        if self._change_rows is None:
+            count = self._rows_at_a_time
+            self._change_rows = compile_change_rows(self.runner.mesh, self._program, count)
+        return self._change_rows
+
+    @property
+    def _rows_at_a_time(self) -> int:
+        return min(self.max_sequences, 16)
+
+    def _sampler(self, bucket: Bucket) -> jax.stages.Compiled:
+        """For steps whose logits are changed; without drafts it does not depend on the slots."""
+        if not bucket.drafts:
+            bucket = Bucket(bucket.sequences, bucket.sequences, True)
+        if bucket not in self._samplers:
             vocabulary = self.runner.config.vocab_size
-            self._samplers[rows] = compile_sampler(self.runner.mesh, rows, vocabulary, width)
-        return self._samplers[rows]
-
-    def _feed(self, tokens: int) -> jax.stages.Compiled:
-        if tokens not in self._feeds:
-            self._feeds[tokens] = compile_feed(self.runner.mesh, tokens, self.max_sequences)
-        return self._feeds[tokens]
-
-
-def sampled_rows(bucket: Bucket) -> int:
-    """Rows of the logits: one a sequence, or with drafts one a token."""
-    return bucket.tokens if bucket.drafts else bucket.sequences
-
-
-def _sampling_inputs(
-    sequences: Sequence[ScheduledSequence], seeds: Mapping[int, int], rows: int
-) -> SamplingInputs:
-    sampled = [(s.request, index) for s in sequences for index in range(len(s.drafts) + 1)]
-    return SamplingInputs.from_rows(
-        [request.params for request, _ in sampled],
-        [seeds[request.request_id] for request, _ in sampled],
-        [request.num_generated + index for request, index in sampled],
-        rows,
-    )
+            self._samplers[bucket] = compile_sample_again(
+                self.runner.mesh, self._program, bucket, vocabulary
+            )
+        return self._samplers[bucket]

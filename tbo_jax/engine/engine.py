@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from tbo_jax.engine.auto.trial import Timer
 from tbo_jax.engine.config import takes_drafts
-from tbo_jax.engine.dispatch import DispatchedStep, Dispatcher
+from tbo_jax.engine.dispatch import DispatchedStep, Dispatcher, StartedStep
 from tbo_jax.engine.prompt_lookup import prompt_lookup
-from tbo_jax.engine.request_options import RequestOptions, request_options
-from tbo_jax.engine.scheduling.plan import StepPlan
-from tbo_jax.engine.scheduling.request import FinishReason, Request
+from tbo_jax.engine.request_options import RequestOptions, check_prompt_logprobs, request_options
+from tbo_jax.engine.scheduling.plan import StepPlan, accepted
+from tbo_jax.engine.scheduling.request import FinishReason, Request, checked_priority
 from tbo_jax.engine.scheduling.scheduler import Scheduler
 from tbo_jax.engine.sharing import FairLock
 from tbo_jax.engine.statistics import EngineStatistics
+from tbo_jax.engine.structured.grammars import Grammars
+from tbo_jax.engine.structured.structure import Structure
 from tbo_jax.parallel.sharding import num_ranks
 from tbo_jax.sampling.draw import NOT_FINITE
-from tbo_jax.sampling.logprobs import TokenLogprobs, read_described
+from tbo_jax.sampling.logprobs import PromptLogprobs, TokenLogprobs, read_described
 from tbo_jax.sampling.params import MAX_SEED, SamplingParams
 from tbo_jax.step.inputs import Inputs
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket
-from tbo_jax.text import TextStream, Tokenizer
+from tbo_jax.text import TextStream, Tokenizer, WholeTokens
+
+T = TypeVar("T")
+
+# Flags of requests.
+IGNORES_EOS = 1
+QUIET = 2  # nobody wants its tokens before it ends
+SINGLE = 4  # its tokens are looked at one by one: they may end it, or need more than a look-up
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):  # a third of the time that a frozen dataclass takes to make
     """One sampled token, or an end without one. Joined over a request, `text` is its whole text.
 
     A request that was aborted, or whose logits are not finite, ends with an event without a token.
@@ -52,11 +59,25 @@ class _Running:
     """What the engine keeps of a request beside the scheduler's part."""
 
     request: Request
-    stream: TextStream
-    seed: int
+    # Of all its tokens, if they are looked at one by one. Otherwise of those that are not whole
+    # characters, and made for the first of them.
+    stream: TextStream | None
     owner: Hashable
     options: RequestOptions | None
+    structure: Structure | None
     takes_drafts: bool
+    text: str = ""  # when it has ended
+
+
+@dataclass(slots=True)
+class _Sampled:
+    """What a sequence that is looked at by itself got in a step, up to what ends its request."""
+
+    tokens: list[int]
+    text: list[str]  # of each token
+    is_over: bool = False
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None  # of each token
 
 
 class Engine:
@@ -68,7 +89,9 @@ class Engine:
     With `look_ahead` the device does not wait for the host: while it runs a step, the next one is
     planned and dispatched, with the tokens of the first taken from where they are, on the device.
     Only then the host waits for them and makes text of them. What the next step computed for a
-    request that they end is thrown away. Tokens and text are those of an engine without it.
+    request that they end is thrown away. Tokens and text are those of an engine without it. Where a
+    request has a structure (`SamplingParams.structure`) the next step is started, and its tokens
+    are sampled once those of the first are known: what is allowed depends on them.
 
     With `speculate` a decode verifies draft tokens beside the one that is due, and keeps as many as
     are the tokens that decoding one by one gives (`ScheduledSequence.accept`), greedy or drawn. The
@@ -79,6 +102,9 @@ class Engine:
     With `prefix_cache` a prompt that begins like another one takes the full pages of keys and
     values that are there (`Scheduler`). Tokens and text are those of an engine without it, again as
     far as rounding goes.
+
+    With a deterministic runner nothing is left to rounding: a request has the same logits, bit by
+    bit, whatever else runs, with and without look-ahead, kept pages and preemption.
     """
 
     def __init__(
@@ -94,6 +120,7 @@ class Engine:
         propose: Callable[[Sequence[int], int], Sequence[int]] = prompt_lookup,
         prefix_cache: bool = True,
         max_logprobs: int | None = None,
+        max_prompt_logprobs: int | None = None,
     ):
         """Args:
         runner: compiles and runs the step.
@@ -109,15 +136,15 @@ class Engine:
         prefix_cache: find the pages of earlier requests again.
         max_logprobs: most `logprobs` that a request may ask for; None: neither these nor any other
             option that changes logits.
+        max_prompt_logprobs: most `prompt_logprobs` that a request may ask for; None: none do.
 
         Raises:
             ValueError: `speculate` is negative, more than a step has tokens for, or together with
-                `look_ahead`; the runner's batches hold more than tokens.
+                `look_ahead` or a deterministic runner; the runner's batches hold more than tokens.
         """
         if runner.inputs != Inputs():
             raise ValueError(f"the runner has {runner.inputs}: an engine makes batches of tokens")
-        drafts = takes_drafts(speculate, runner.cache.max_tokens, look_ahead)
-        self.runner = runner
+        drafts = takes_drafts(speculate, runner.cache.max_tokens, look_ahead, runner.deterministic)
         self.tokenizer = tokenizer
         self.end_of_sequence = end_of_sequence
         self.max_sequences = max_sequences
@@ -125,6 +152,7 @@ class Engine:
         self.look_ahead = not drafts if look_ahead is None else look_ahead
         self.speculate = speculate
         self.max_logprobs = max_logprobs
+        self.max_prompt_logprobs = max_prompt_logprobs
         self._propose = propose
         cache = runner.cache
         self.scheduler = Scheduler(
@@ -135,11 +163,23 @@ class Engine:
             cache.max_tokens,
             max_context,
             prefix_cache,
+            runner.deterministic,
         )
         self.statistics = EngineStatistics()
-        self._dispatcher = Dispatcher(runner, max_sequences, speculate, max_logprobs)
+        self._dispatcher = Dispatcher(
+            runner, max_sequences, speculate, max_logprobs, max_prompt_logprobs
+        )
+        self.runner = self._dispatcher.runner
         self._dispatched: DispatchedStep | None = None  # ahead, its tokens not read
         self._running: dict[int, _Running] = {}  # until they are taken out
+        self._structures: dict[int, Structure] = {}  # of the unfinished ones that have one
+        vocabulary = runner.config.vocab_size
+        self._grammars = Grammars(tokenizer, end_of_sequence, vocabulary)
+        self._with_options: dict[int, RequestOptions] = {}  # of the unfinished ones that have some
+        self._partial: set[int] = set()  # ids of those amid a character, of which no stream is kept
+        self._whole = WholeTokens(tokenizer)
+        self._ends = np.zeros(vocabulary, bool)
+        self._ends[[token for token in end_of_sequence if token < vocabulary]] = True
         self._events: dict[Hashable, list[TokenEvent]] = {}  # by owner, not returned yet
         self._next_id = 0
         self._lock = FairLock()
@@ -169,7 +209,7 @@ class Engine:
                 raise RuntimeError("warm_up would overwrite the pages of unfinished requests")
             if not self.scheduler.has_work:
                 self.scheduler.forget_pages()  # which steps that are timed overwrite
-            decisions = self._dispatcher.compile_all(progress, timer, look_ahead=self.look_ahead)
+            decisions = self._dispatcher.compile_all(progress, timer)
             self.statistics.decisions = {str(b): d.to_json() for b, d in decisions.items()}
             self.statistics.compile_seconds += time.perf_counter() - start
 
@@ -179,6 +219,8 @@ class Engine:
         params: SamplingParams,
         owner: Hashable = None,
         salt: str = "",
+        stream: bool = True,
+        priority: int = 0,
     ) -> int:
         """Queue a request; returns its id.
 
@@ -188,14 +230,22 @@ class Engine:
             owner: whose `step` returns its events.
             salt: it shares pages only with requests of the same one. Whoever does not know it
                 cannot learn from the time that a prompt takes what others have asked.
+            stream: give an event for each token. Otherwise the last event has all the text, and
+                others come only where each token is looked at anyway (log-probabilities, stop
+                strings), which saves the host some of its work.
+            priority: the lower, the earlier its turn; requests of one priority have theirs as they
+                came (`Scheduler`). As vLLM's.
 
         Raises:
             ValueError: `params` are no `SamplingParams`, ask for several completions, or for what
                 this model or engine cannot (`request_options`); the prompt is empty or too long, or
-                not of token ids: integers from 0 up to the size of the vocabulary.
+                not of token ids: integers from 0 up to the size of the vocabulary; `priority` is no
+                integer.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params is {params!r:.80}: expected SamplingParams")
+        priority = checked_priority(priority)
+        check_prompt_logprobs(params, self.max_prompt_logprobs)
         ids = self._token_ids(prompt_token_ids)
         if params.n != 1:
             raise ValueError(f"SamplingParams.n is {params.n}: expected 1; an engine runs requests")
@@ -206,19 +256,46 @@ class Engine:
             self.runner.config.vocab_size,
             self.max_logprobs,
         )
-        stream = self._stream(params)
+        structure = self._grammars.structure(params)
+        single = _is_single(params, whole=self._whole.any or not stream)
+        single = single or structure is not None
+        running_stream = self._stream(params) if single else None
         seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+        flags = IGNORES_EOS * params.ignore_eos | QUIET * (not stream) | SINGLE * single
+        told = None
+        if params.prompt_logprobs is not None:
+            told = PromptLogprobs(ids, params.prompt_logprobs)
         with self._lock:
-            request = Request(self._next_id, ids, params, salt)
+            request = Request(self._next_id, ids, params, salt, seed, flags, priority, told)
             self.scheduler.add(request)
             self._next_id += 1
             # What a draft would be judged by depends on the drafts before it, where tokens count.
             drafts = options is None or not options.counts
             self._running[request.request_id] = _Running(
-                request, stream, seed, owner, options, drafts
+                request, running_stream, owner, options, structure, drafts
             )
+            if options is not None:
+                self._with_options[request.request_id] = options
+            if structure is not None:
+                self._structures[request.request_id] = structure
             self.statistics.prompt_tokens += len(ids)
             return request.request_id
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile the grammar of requests to come, so that `add` finds it; nobody waits for it.
+
+        Raises:
+            ValueError: it cannot be compiled, as `add`.
+        """
+        self._grammars.structure(params)
+
+    def check_prompt(self, name: str, prompt_token_ids: Iterable[int]) -> None:
+        """ValueError, which begins with the name, for a prompt that `add` would refuse."""
+        try:
+            ids = self._token_ids(prompt_token_ids)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        self.scheduler.limits.check_length(name, len(ids))
 
     def _token_ids(self, given: Iterable[Any]) -> tuple[int, ...]:
         vocabulary = self.runner.config.vocab_size
@@ -248,8 +325,8 @@ class Engine:
         with self._lock:
             if self.scheduler.abort(_checked_id(request_id)) is None:
                 return False
-            running = self._running[request_id]
-            self._give(TokenEvent(request_id, None, running.stream.finish(), "abort"))
+            rest = self._close(self._running[request_id])
+            self._give(TokenEvent(request_id, None, rest, "abort"))
             self._drop_dead_step()
             return True
 
@@ -324,40 +401,58 @@ class Engine:
             events = self._events.pop(running.owner, [])
             if kept := [event for event in events if event.request_id != request_id]:
                 self._events[running.owner] = kept
-            return running.request, running.stream.text
+            return running.request, running.text
 
     def _step(self) -> None:
-        step = self._dispatched or self._dispatch()
+        step = self._dispatched or self._sample(self._start())
         self._dispatched = None
         if step is None:
             return
+        waiting = None  # for the tokens of this step
         if self.look_ahead:
             self.scheduler.advance(step.plan)
             if not self.scheduler.must_preempt:
-                self._dispatched = self._dispatch(step)
-        tokens = step.read()
-        described = step.read_described()
+                ahead = self._start(step)
+                if ahead is not None and self._needs_tokens(ahead.plan):
+                    waiting = ahead
+                else:
+                    self._dispatched = self._sample(ahead)
         self._count(step)
-        self._commit(step.plan, tokens, described)
+        self._commit(step)
+        if waiting is not None:
+            self._dispatched = self._sample(waiting)
         self._drop_dead_step()
 
-    def _dispatch(self, before: DispatchedStep | None = None) -> DispatchedStep | None:
+    def _start(self, before: DispatchedStep | None = None) -> StartedStep | None:
         """Plan and start the next step; None if there is nothing to compute."""
         plan = self.scheduler.schedule(self._draft if self.speculate else None)
-        if not plan.sequences:
+        if not plan.has_work:
             self.scheduler.discard(plan)
             return None
-        running = [self._running[s.request.request_id] for s in plan.sequences]
-        seeds = {one.request.request_id: one.seed for one in running}
-        options = {
-            one.request.request_id: one.options for one in running if one.options is not None
-        }
-        return self._dispatcher.dispatch(plan, seeds, before, options)
+        return self._dispatcher.start(plan, self.scheduler.rows, before)
+
+    def _needs_tokens(self, plan: StepPlan) -> bool:
+        """Whether it cannot be sampled before the tokens of the step before are read."""
+        structured = plan.sampled_of(self._structures) if self._structures else ()
+        return any(one.request.has_unread for one in structured)
+
+    def _sample(self, started: StartedStep | None) -> DispatchedStep | None:
+        if started is None:
+            return None
+        options = self._of_rows(self._with_options)
+        return self._dispatcher.sample(started, options, self._of_rows(self._structures))
+
+    def _of_rows(self, of: Mapping[int, T]) -> dict[int, T]:
+        """Those of requests that run."""
+        running = self._running
+        return {i: one for i, one in of.items() if running[i].request.row is not None}
 
     def _draft(self, request: Request) -> Sequence[int]:
-        if not self._running[request.request_id].takes_drafts:
+        running = self._running[request.request_id]
+        if not running.takes_drafts:
             return ()
-        return self._propose(request.token_ids, self.speculate)[: self.speculate]
+        drafts = self._propose(request.token_ids, self.speculate)[: self.speculate]
+        return drafts if running.structure is None else running.structure.acceptable(drafts)
 
     def _drop_dead_step(self) -> None:
         """Do not wait for a step of which nothing is wanted any more."""
@@ -370,98 +465,232 @@ class Engine:
         self._dispatched = None
         self.scheduler.start_over()
         self._dispatcher.recover()
+        self._partial.clear()
         for running in self._running.values():
             request = running.request
-            if not request.is_finished:  # its text may be of a token that was not booked
-                running.stream = self._stream(request.params)
-                for token in request.generated_token_ids:
-                    running.stream.push(token)
+            if request.is_finished:
+                continue
+            # Its text may be of a token that was not booked.
+            running.stream = self._stream(request.params)
+            for token in request.generated_token_ids:
+                running.stream.push(token)
+            if running.structure is not None:
+                running.structure.restart(request.generated_token_ids)
+            if not request.flags & SINGLE and not running.stream.is_whole:
+                self._partial.add(request.request_id)
 
-    def _commit(
-        self,
-        plan: StepPlan,
-        tokens: Sequence[list[int]],
-        described: Sequence[np.ndarray] | None,
-    ) -> None:
+    def _commit(self, step: DispatchedStep) -> None:
         """Book the tokens that were sampled of each sequence; turn them into text and events.
 
-        `described` has the log-probabilities of each of `tokens`, if any were asked for.
+        Most need no more than a comparison with the tokens that end a text, for all at once.
         """
-        sampled: dict[int, list[int]] = {}
-        logprobs: dict[int, list[TokenLogprobs]] = {}  # for each token
-        text: dict[int, list[str]] = {}  # for each token
-        stopped: set[int] = set()
-        failed: dict[int, str] = {}
-        for place, (sequence, candidates) in enumerate(zip(plan.sequences, tokens, strict=True)):
-            request = sequence.request
-            if not sequence.samples or request.is_finished:
+        if step.prompts is not None:
+            step.prompts.read()
+        plan, of = step.plan, step.plan.sampled
+        read, described = step.read(), step.read_described()
+        tokens = read if read.ndim == 1 else read[:, 0].copy()
+        wanted, flags = self.scheduler.awaits(plan)
+        single = (flags & SINGLE > 0) | (tokens == NOT_FINITE)
+        single[list(plan.drafts)] = True
+        plain = wanted & ~single
+        stopped = plain & (flags & IGNORES_EOS == 0) & self._ends[tokens]
+        count = int(plain.sum())
+        self.statistics.sampled_rows += count
+        self.statistics.generated_tokens += count - int(stopped.sum())
+
+        looked_at: dict[int, _Sampled] = {}
+        for number in np.flatnonzero(wanted & single).tolist():
+            request, drafts = of.requests[number], plan.drafts.get(number, ())
+            candidates = np.atleast_1d(read[number]).tolist()
+            told = None if described is None else described[number].reshape(len(candidates), -1)
+            found = looked_at[number] = self._look_at(request, drafts, candidates, told)
+            stopped[number] = found.is_over
+            if len(found.tokens) == 1:
+                tokens[number] = found.tokens[0]
+        finished = self.scheduler.commit(
+            plan,
+            tokens,
+            stopped,
+            {n: found.error for n, found in looked_at.items() if found.error is not None},
+            {n: found.tokens for n, found in looked_at.items() if len(found.tokens) != 1},
+        )
+        looked = {of.request_ids[number] for number in looked_at}
+        rest = {
+            request.request_id: self._finish(request, request.request_id in looked)
+            for request in finished
+        }
+
+        streaming = plain & (flags & QUIET == 0)
+        if streaming.any():
+            self._tell(of.request_ids[streaming], tokens[streaming], rest)
+        for number, found in looked_at.items():
+            self._tell_one(of.requests[number], found, rest)
+        for request_id, text in rest.items():  # of those of which nothing was told yet
+            reason = self._running[request_id].request.finish_reason
+            self._give(TokenEvent(request_id, None, text, reason))
+
+    def _look_at(
+        self,
+        request: Request,
+        drafts: Sequence[int],
+        candidates: Sequence[int],
+        described: np.ndarray | None,
+    ) -> _Sampled:
+        """The new tokens of a request, of those sampled after its last one and each draft."""
+        running = self._running[request.request_id]
+        new = accepted(drafts, candidates)
+        stand = len(new)  # as the device takes them
+        error, structure = None, running.structure
+        if structure is not None and structure.error is not None:
+            new = []
+        elif new[-1] == NOT_FINITE:
+            new.pop()
+            if drafts:
+                # That may come of a draft, whose key is in a block with those before it. The next
+                # step tells, which computes the same token without any.
+                running.takes_drafts = False
+            else:
+                index = request.num_generated - request.has_unread
+                error = f"logits are not finite at generated token {index}"
+                if structure is not None and structure.ruled_out:
+                    error += f", or {structure.name} allows what is ruled out"
+        try:
+            text, is_over = self._read(running, new)
+        except ValueError as failure:  # no decoder of text should, and it is nobody else's fault
+            text, is_over = [], False
+            error = f"the tokens have no text: {failure}"
+        if structure is not None and structure.error is not None and not text:
+            error = structure.error
+        found = _Sampled(new[: len(text)], text, is_over, error)
+        if drafts and len(found.tokens) < stand:
+            self.scheduler.rows.stale[request.rank, request.row] = True
+        options = running.options
+        if described is not None and options is not None and options.logprobs is not None:
+            found.logprobs = [
+                read_described(row, token, options.logprobs)
+                for row, token in zip(described, found.tokens, strict=False)
+            ]
+        self.statistics.sampled_rows += bool(new)
+        self.statistics.drafted_tokens += len(drafts)
+        self.statistics.accepted_tokens += max(0, len(found.tokens) - 1)
+        return found
+
+    def _read(self, running: _Running, tokens: Sequence[int]) -> tuple[list[str], bool]:
+        """The text of each token up to one that ends the request, and whether one does."""
+        params, single = running.request.params, running.request.flags & SINGLE
+        text: list[str] = []
+        for token in tokens:
+            ends = self.ends(params, token)
+            if ends and not params.include_stop_str_in_output:
+                return [*text, ""], True
+            structure = running.structure
+            if structure is not None and not ends:
+                ends = structure.push(token)
+                if structure.error is not None:
+                    return text, False  # told with the next step, where tokens come before it
+            self.statistics.generated_tokens += 1
+            text.append(self._text_of(running, token))
+            stopped = single and running.stream is not None and running.stream.stopped
+            if ends or stopped:
+                return text, True
+        return text, False
+
+    def _text_of(self, running: _Running, token: int) -> str:
+        """The text that a token makes certain."""
+        request = running.request
+        if not request.flags & SINGLE:
+            text = self._whole[token]
+            if text is not None and request.request_id not in self._partial:
+                return text
+        if running.stream is None:
+            running.stream = self._stream(request.params)
+        text = running.stream.push(token)
+        if not request.flags & SINGLE:
+            change = self._partial.discard if running.stream.is_whole else self._partial.add
+            change(request.request_id)
+        return text
+
+    def _finish(self, request: Request, was_looked_at: bool) -> str:
+        """Close a request that the scheduler has ended; the text that was not told yet."""
+        running = self._running[request.request_id]
+        last = ""
+        if not (was_looked_at or request.flags & QUIET or request.finish_reason == "stop"):
+            last = self._text_of(running, request.token_ids[-1])
+        stream = running.stream if request.flags & SINGLE else None
+        was_stopped = stream is not None and stream.stopped
+        rest = last + self._close(running)
+        if stream is not None and stream.stopped and not was_stopped and request.error is None:
+            request.finish_reason = "stop"  # a stop string in what had been held back
+        return rest
+
+    def _close(self, running: _Running) -> str:
+        """Have all the text of a request that has ended; returns what was not told of it."""
+        request = running.request
+        self._with_options.pop(request.request_id, None)
+        self._structures.pop(request.request_id, None)
+        if request.flags & SINGLE:
+            assert running.stream is not None
+            rest = running.stream.finish()
+            running.text = running.stream.text
+            return rest
+        tokens = request.generated_token_ids
+        if request.finish_reason == "stop":
+            tokens.pop()
+        try:
+            running.text = self.tokenizer.decode(tokens)
+        except ValueError as failure:
+            request.finish_reason = "error"
+            request.error = f"the tokens have no text: {failure}"
+        was_partial = request.request_id in self._partial
+        self._partial.discard(request.request_id)
+        if request.flags & QUIET:
+            return running.text
+        if not was_partial:
+            return ""
+        assert running.stream is not None
+        return running.stream.finish()
+
+    def _tell(self, request_ids: np.ndarray, tokens: np.ndarray, rest: dict[int, str]) -> None:
+        """Events of requests that got a token each; takes those that end out of `rest`."""
+        running, whole, partial = self._running, self._whole, self._partial
+        owner, events = None, self._events.setdefault(None, [])
+        for request_id, token in zip(request_ids.tolist(), tokens.tolist(), strict=True):
+            one = running[request_id]
+            if one.owner is not owner:
+                owner, events = one.owner, self._events.setdefault(one.owner, [])
+            if request_id in rest:
+                text, reason = rest.pop(request_id), one.request.finish_reason
+                events.append(TokenEvent(request_id, token, text, reason))
                 continue
-            request_id = request.request_id
-            accepted = sequence.accept(candidates)
-            if accepted[-1] == NOT_FINITE:
-                accepted.pop()
-                if sequence.drafts:
-                    # That may come of a draft, whose key is in a block with those before it. The
-                    # next step tells, which computes the same token without any.
-                    self._running[request_id].takes_drafts = False
-                else:
-                    index = request.num_generated - request.has_unread
-                    failed[request_id] = f"logits are not finite at generated token {index}"
-            try:
-                text[request_id], is_over = self._read(request, accepted)
-            except ValueError as error:  # no decoder of text should, and it is nobody else's fault
-                text[request_id], is_over = [], False
-                failed[request_id] = f"the tokens have no text: {error}"
-            sampled[request_id] = accepted[: len(text[request_id])]
-            options = self._running[request_id].options
-            if described is not None and options is not None and options.logprobs is not None:
-                logprobs[request_id] = [
-                    read_described(row, token, options.logprobs)
-                    for row, token in zip(described[place], sampled[request_id], strict=False)
-                ]
-            if is_over:
-                stopped.add(request_id)
-            self.statistics.sampled_rows += bool(accepted)
-            self.statistics.drafted_tokens += len(sequence.drafts)
-            self.statistics.accepted_tokens += max(0, len(sampled[request_id]) - 1)
-        rest: dict[int, str] = {}
-        for request in self.scheduler.commit(plan, sampled, stopped, failed):
-            stream = self._running[request.request_id].stream
-            was_stopped = stream.stopped
-            rest[request.request_id] = stream.finish()
-            if stream.stopped and not was_stopped and request.error is None:
-                request.finish_reason = "stop"  # a stop string in what had been held back
-        for i, accepted in sampled.items():
-            of_tokens = zip(accepted, text[i], logprobs.get(i, [None] * len(accepted)), strict=True)
-            events = [TokenEvent(i, token, t, None, known) for token, t, known in of_tokens]
-            if i in failed:
-                events.append(TokenEvent(i, None, "", None))
-            if i in rest:
-                reason = self._running[i].request.finish_reason
-                whole = events[-1].text + rest[i]
-                events[-1] = dataclasses.replace(events[-1], text=whole, finish_reason=reason)
-            for event in events:
-                self._give(event)
+            known = whole[token]
+            if known is None or request_id in partial:
+                known = self._text_of(one, token)
+            events.append(TokenEvent(request_id, token, known, None))
+        if not self._events[None]:
+            del self._events[None]
+
+    def _tell_one(self, request: Request, found: _Sampled, rest: dict[int, str]) -> None:
+        """Events of a request that was looked at; takes it out of `rest` if it ends."""
+        i = request.request_id
+        if request.flags & QUIET and not request.flags & SINGLE:
+            return
+        logprobs: Sequence[TokenLogprobs | None] = found.logprobs or [None] * len(found.tokens)
+        of_tokens = zip(found.tokens, found.text, logprobs, strict=True)
+        events = [TokenEvent(i, token, t, None, known) for token, t, known in of_tokens]
+        if found.error is not None:
+            events.append(TokenEvent(i, None, "", None))
+        if i in rest:
+            whole = events[-1].text + rest.pop(i)
+            reason = request.finish_reason
+            events[-1] = events[-1]._replace(text=whole, finish_reason=reason)
+        for event in events:
+            self._give(event)
 
     def _give(self, event: TokenEvent) -> None:
         """Keep an event until the owner of its request asks for it."""
         assert event.request_id is not None
         owner = self._running[event.request_id].owner
         self._events.setdefault(owner, []).append(event)
-
-    def _read(self, request: Request, tokens: Sequence[int]) -> tuple[list[str], bool]:
-        """The text of each token up to one that ends the request, and whether one does."""
-        stream = self._running[request.request_id].stream
-        text: list[str] = []
-        for token in tokens:
-            ends = self.ends(request.params, token)
-            if ends and not request.params.include_stop_str_in_output:
-                return [*text, ""], True
-            self.statistics.generated_tokens += 1
-            text.append(stream.push(token))
-            if ends or stream.stopped:
-                return text, True
-        return text, False
 
     def ends(self, params: SamplingParams, token: int) -> bool:
         """Whether a token ends a request: an end of sequence, or one of its own."""
@@ -487,6 +716,20 @@ class Engine:
         stats.link_bytes += self.runner.link_bytes(step.bucket)
         name = f"{step.bucket} x{count}"
         stats.steps_by_bucket[name] = stats.steps_by_bucket.get(name, 0) + 1
+
+
+def _is_single(params: SamplingParams, whole: bool) -> bool:
+    """Whether the tokens of a request are looked at one by one.
+
+    `whole` says whether its text can be had without that.
+    """
+    return not whole or bool(
+        params.stop
+        or params.stop_token_ids
+        or params.include_stop_str_in_output
+        or params.logprobs is not None
+        or not params.skip_special_tokens
+    )
 
 
 def _checked_id(request_id: Any) -> int:

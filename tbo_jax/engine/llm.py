@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,7 +21,9 @@ from tbo_jax.engine.cache_size import cache_config, longest_context, pages_that_
 from tbo_jax.engine.config import DTYPES, EngineConfig
 from tbo_jax.engine.devices import make_devices, use_compilation_cache
 from tbo_jax.engine.engine import Engine, TokenEvent
-from tbo_jax.engine.scheduling.request import FinishReason
+from tbo_jax.engine.generation import Asked, Completion, Generation, Prompt, Score
+from tbo_jax.engine.request_options import check_prompt_logprobs
+from tbo_jax.engine.row_state import with_sampling
 from tbo_jax.engine.sharing import Calls
 from tbo_jax.host.progress import progress_bar
 from tbo_jax.layers.exchange import check_exchange
@@ -30,8 +31,8 @@ from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.parallel.exchange import TRANSPORTS
 from tbo_jax.parallel.processes import agree, from_first, is_first
 from tbo_jax.parallel.sharding import TENSOR
-from tbo_jax.sampling.logprobs import TokenLogprobs
-from tbo_jax.sampling.params import MAX_SEED, SamplingParams
+from tbo_jax.sampling.params import SamplingParams
+from tbo_jax.step.deterministic import check_deterministic
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import CacheConfig
 from tbo_jax.text import (
@@ -43,22 +44,7 @@ from tbo_jax.text import (
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, token ids, or chat messages
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What a prompt gave."""
-
-    prompt: Prompt
-    prompt_token_ids: list[int]  # none if it could not be run
-    token_ids: list[int]  # generated, without the token that ended it
-    text: str
-    finish_reason: FinishReason  # with "abort" and "error" the tokens and text are those until then
-    error: str | None = None  # with "error", why
-    num_cached_tokens: int = 0  # of the prompt, whose keys and values were there already
-    logprobs: list[TokenLogprobs] | None = None  # of each of `token_ids`, where asked for
-    others: tuple[Completion, ...] = ()  # with `n` above 1: the second completion, the third, ...
+STEPS_BEFORE_A_LOOK = 64  # without events, whether the requests of a call are in the engine still
 
 
 class LLM:
@@ -95,7 +81,7 @@ class LLM:
             raise TypeError(f"config is {config!r:.80}: expected an EngineConfig")
         if config is not None and options:
             raise TypeError(f"expected a config or options, got both: config and {set(options)}")
-        config = EngineConfig(**options) if config is None else config
+        config = EngineConfig.from_options(options) if config is None else config
         overlap = OverlapConfig.from_env() if config.overlap is None else config.overlap
         self.config = replace(config, overlap=overlap)
         if config.compilation_cache:
@@ -112,6 +98,8 @@ class LLM:
         # What is not supported is refused before the weights are fetched.
         decoder.of_device(config.tensor_parallel)
         check_exchange(decoder, self.mesh, config.transport, config.dispatch_dtype)
+        if config.deterministic:
+            check_deterministic(self.mesh, overlap)
         find_format(self.folder, read_quantization(self.folder))
         self.tokenizer = Tokenizer.from_folder(self.folder)
         end_of_sequence = end_of_sequence_ids(self.folder, self.tokenizer)
@@ -144,20 +132,25 @@ class LLM:
         self.load_seconds = time.perf_counter() - start
 
         def make_runner(cache: CacheConfig) -> ModelRunner:
-            return ModelRunner(
+            runner = ModelRunner(
                 weights,
                 cache,
                 mesh=self.mesh,
                 overlap=overlap,
                 transport=config.transport,
                 dispatch_dtype=config.dispatch_dtype,
+                deterministic=config.deterministic,
             )
+            return with_sampling(runner, config.max_sequences)
 
         max_logprobs = config.max_logprobs if config.request_options else None
+        max_prompt_logprobs = config.max_logprobs if config.prompt_logprobs else None
         cache, held = cache_config(config, decoder, self.mesh, longest)
         runner = make_runner(cache)
         if config.num_pages is None:
-            pages = pages_that_fit(runner, config.max_sequences, config.speculate, max_logprobs)
+            pages = pages_that_fit(
+                runner, config.max_sequences, config.speculate, max_logprobs, max_prompt_logprobs
+            )
             if pages < cache.num_pages:
                 fitting = replace(config, num_pages=pages)
                 cache, held = cache_config(fitting, decoder, self.mesh, longest)
@@ -172,10 +165,11 @@ class LLM:
             speculate=config.speculate,
             prefix_cache=config.prefix_cache,
             max_logprobs=max_logprobs,
+            max_prompt_logprobs=max_prompt_logprobs,
         )
         with progress_bar("compiling", show_progress) as update:
             self.engine.warm_up(update)
-        self._calls = Calls()
+        self.calls = Calls()
 
     def generate(
         self,
@@ -184,6 +178,7 @@ class LLM:
         on_token: Callable[[int, TokenEvent], None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
+        priority: int | Iterable[int] | None = None,
     ) -> list[Completion]:
         """Generate for all prompts, batched continuously.
 
@@ -203,6 +198,10 @@ class LLM:
                 such as {"enable_thinking": False}; for the prompts that are chats.
             cache_salt: what is kept of these prompts is found only by those with the same one, so
                 that nobody learns from the time that a prompt takes what others have asked.
+            priority: of all prompts, or a list with that of each, as vLLM's: the lower the number,
+                the earlier its turn; default 0. Equals have their turn in the order in which they
+                came, and those of other calls count. A prompt may wait as long as others of lower
+                numbers come.
 
         Returns:
             One `Completion` per prompt, in order; with `n` above 1 it has the others. A prompt that
@@ -210,66 +209,62 @@ class LLM:
             others. Neither does one whose logits are not finite, or that is aborted.
 
         Raises:
-            ValueError: `prompts`, `params`, `on_token` or `cache_salt` are of another kind, or
-                `params` of another number than `prompts`.
+            ValueError: `prompts`, `params`, `on_token`, `cache_salt` or `priority` are of another
+                kind, or `params` or `priority` of another number than `prompts`.
             RuntimeError: there are several processes, and another thread is in a call; or somebody
                 took a request of this call out of the engine.
         """
         if on_token is not None and not callable(on_token):
             raise ValueError(f"on_token is {on_token!r:.80}: expected a function, or None")
-        with self._calls.enter():
-            asked, salt = self._ask(prompts, params, chat_template_kwargs, cache_salt)
-            return self._generate(asked, salt, on_token)
+
+        def encode_with() -> Callable[[Prompt], list[int]]:
+            kwargs = check_template_arguments(chat_template_kwargs)
+            return partial(self.encode, chat_template_kwargs=kwargs)
+
+        with self.calls.enter():
+            asked = self._ask(prompts, params, encode_with, cache_salt, priority)
+            return self._generate(asked, on_token)
 
     def _generate(
-        self,
-        asked: Sequence[_Asked],
-        salt: str,
-        on_token: Callable[[int, TokenEvent], None] | None,
+        self, asked: Sequence[Asked], on_token: Callable[[int, TokenEvent], None] | None
     ) -> list[Completion]:
-        done: dict[tuple[int, int], Completion] = {}  # by prompt and sample
-        running: dict[int, _Sample] = {}  # by request id
-        call = object()
+        done: dict[int, Completion] = {}  # by prompt
+        running: dict[int, tuple[int, Generation]] = {}  # prompt and generation, by request id
+        call, steps_without = object(), 0
         try:
             for index, each in enumerate(asked):
                 try:
-                    for sample, params in enumerate(each.of_samples()):
-                        request_id = self.engine.add(each.encoded(), params, call, salt)
-                        running[request_id] = _Sample(index, sample)
+                    generation = Generation(self.engine, each, call, on_token is not None)
                 except ValueError as error:
-                    done[index, 0] = Completion(each.prompt, [], [], "", "error", str(error))
+                    done[index] = Completion(each.prompt, [], [], "", "error", str(error))
                     if on_token is not None:
                         on_token(index, TokenEvent(None, None, "", "error"))
+                else:
+                    running |= dict.fromkeys(generation.request_ids, (index, generation))
             while running:
                 events = self.engine.step(call)
                 for event in events:
                     assert event.request_id is not None
-                    of = running[event.request_id]
-                    if event.logprobs is not None:
-                        of.logprobs.append(event.logprobs)
+                    index, generation = running[event.request_id]
+                    event_of_sample = generation.take(event)
                     if event.finish_reason is not None:
-                        prompt = asked[of.prompt].prompt
-                        done[of.prompt, of.sample] = self._complete(event.request_id, prompt, of)
                         del running[event.request_id]
+                        if generation.is_over:
+                            done[index] = generation.completion
                     if on_token is not None:
-                        on_token(of.prompt, replace(event, sample=of.sample))
-                gone = [i for i in running if not self.engine.holds(i)]
-                if gone and not events:
-                    raise RuntimeError(f"requests {gone} were taken out of the engine")
+                        on_token(index, event_of_sample)
+                # Now and then: where nobody listens to tokens most steps give no events.
+                steps_without = 0 if events else steps_without + 1
+                waits = steps_without > 0 and not self.engine.has_work
+                if waits or steps_without == STEPS_BEFORE_A_LOOK:
+                    steps_without = 0
+                    for generation in {generation for _, generation in running.values()}:
+                        generation.check_held()
         finally:
-            for request_id in running:  # not empty only when something was raised
-                self.engine.abort(request_id)
-                with contextlib.suppress(ValueError):  # it is gone already
-                    self.engine.pop(request_id)
+            for _, generation in running.values():  # some only when something was raised
+                generation.drop()
         self.engine.check()
-        completions: list[Completion] = []
-        for (_, sample), one in sorted(done.items(), key=lambda item: item[0]):
-            if sample:
-                first = completions[-1]
-                completions[-1] = replace(first, others=(*first.others, one))
-            else:
-                completions.append(one)
-        return completions
+        return [done[index] for index in range(len(asked))]
 
     def chat(
         self,
@@ -278,13 +273,14 @@ class LLM:
         on_token: Callable[[int, TokenEvent], None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
+        priority: int | Iterable[int] | None = None,
     ) -> list[Completion]:
         """Generate what an assistant says next, as vLLM's `LLM.chat`.
 
         Args:
             messages: of one conversation, or a list of conversations; of several processes those of
                 the first count.
-            params, on_token, chat_template_kwargs, cache_salt: as `generate` takes them.
+            params, on_token, chat_template_kwargs, cache_salt, priority: as `generate` takes them.
 
         Returns:
             One `Completion` per conversation, as `generate` gives them.
@@ -305,11 +301,60 @@ class LLM:
             raise ValueError(
                 f"messages is {messages!r:.80}: expected a list of messages, or a list of such"
             )
-        return self.generate(listed, params, on_token, chat_template_kwargs, cache_salt)
+        return self.generate(listed, params, on_token, chat_template_kwargs, cache_salt, priority)
+
+    def score(
+        self,
+        texts: Iterable[str | Sequence[int]],
+        cache_salt: str = "",
+        priority: int | Iterable[int] | None = None,
+    ) -> list[Score]:
+        """Tell how probable texts are: the log-probability of each token given those before it.
+
+        They are those of the model, without temperature or any other option. The engine must have
+        been made with `prompt_logprobs=True`.
+
+        Args:
+            texts: texts or token-id lists, all read before the first is run. One text counts as a
+                list of it. Texts get the special tokens that a prompt gets. Of several processes
+                those of the first count.
+            cache_salt, priority: as `generate` takes them.
+
+        Returns:
+            One `Score` per text, in order. The first token of a text has no log-probability, so
+            that a text of one token has none.
+
+        Raises:
+            ValueError: the engine was made without; a text is a chat, is empty, or leaves no room
+                for one more token in the context or the cache of a device; and as `generate`. Then
+                none was run.
+            RuntimeError: the logits of a text are not finite; and as `generate`.
+        """
+        params = SamplingParams(max_new_tokens=1, prompt_logprobs=0)
+        check_prompt_logprobs(params, self.engine.max_prompt_logprobs)
+        with self.calls.enter():
+            asked = self._ask(texts, params, lambda: self._encode_text, cache_salt, priority)
+            for number, each in enumerate(asked):
+                if each.error is not None:
+                    raise ValueError(f"text {number}: {each.error}")
+                self.engine.check_prompt(f"text {number}", each.token_ids)
+            done = self._generate(asked, None)
+        return [Score.of(f"text {number}", each) for number, each in enumerate(done)]
+
+    def _encode_text(self, text: Any) -> list[int]:
+        items = list(text) if isinstance(text, list | tuple) else []
+        if any(isinstance(item, Mapping) for item in items):
+            raise ValueError("it is a chat: expected a text or a list of token ids")
+        return self.encode(text)
 
     def _ask(
-        self, prompts: object, params: object, template_kwargs: Any, salt: object
-    ) -> tuple[list[_Asked], str]:
+        self,
+        prompts: object,
+        params: object,
+        encode_with: Callable[[], Callable[[Prompt], list[int]]],
+        salt: Any,
+        priority: Any,
+    ) -> list[Asked]:
         """What the first process was asked for, in all; an error there is one in all.
 
         The first process alone makes token ids of prompts and draws seeds: a chat template may look
@@ -318,26 +363,20 @@ class LLM:
         asked, refused = None, None
         if is_first():
             try:
-                if not isinstance(salt, str):
-                    raise ValueError(f"cache_salt is {salt!r:.80}: expected a text")
-                kwargs = check_template_arguments(template_kwargs)
+                encode = encode_with()
                 listed, each = _as_lists(prompts, params, self.default_sampling.params)
-                asked = [self._one(*pair, kwargs) for pair in zip(listed, each, strict=True)]
+                of_each = zip(listed, each, _priorities(priority, len(listed)), strict=True)
+                asked = [
+                    Asked.read(prompt, wanted, salt, encode, turn)
+                    for prompt, wanted, turn in of_each
+                ]
             except Exception as error:  # of the caller's generators too: the others wait for word
                 refused = error
-        asked, salt, told = from_first((asked, salt, None if refused is None else str(refused)))
+        asked, told = from_first((asked, None if refused is None else str(refused)))
         if told is not None:
             raise refused or ValueError(told)
-        assert asked is not None and isinstance(salt, str)
-        return asked, salt
-
-    def _one(self, prompt: Prompt, params: SamplingParams, kwargs: Mapping[str, Any]) -> _Asked:
-        if params.seed is None:
-            params = replace(params, seed=secrets.randbelow(MAX_SEED))
-        try:
-            return _Asked(prompt, self.encode(prompt, kwargs), None, params)
-        except ValueError as error:
-            return _Asked(prompt, [], str(error), params)
+        assert asked is not None
+        return asked
 
     def abort(self, request_id: int) -> bool:
         """End a request of a running `generate`: its `Completion` has what there is, and "abort".
@@ -354,7 +393,7 @@ class LLM:
         Raises:
             RuntimeError: there are several processes, and another thread is in `generate`.
         """
-        self._calls.check_thread("abort")
+        self.calls.check_thread("abort")
         return self.engine.abort(request_id)
 
     def encode(
@@ -384,7 +423,7 @@ class LLM:
         `link_bytes` is what a device sent to others, padding included. With the ragged transport
         it is `link_bytes_at_most`, as if every token had its experts on as many devices as can be.
         """
-        stats, seconds = self.engine.counts(), self._calls.seconds
+        stats, seconds = self.engine.counts(), self.calls.seconds
         if TRANSPORTS[self.engine.runner.transport].sizes_are_data:
             stats["link_bytes_at_most"] = stats.pop("link_bytes")
         rate = stats["generated_tokens"] / seconds if seconds else 0.0
@@ -400,59 +439,11 @@ class LLM:
             "platform": self.mesh.devices.flat[0].platform,
         }
 
-    def _complete(self, request_id: int, prompt: Prompt, of: _Sample) -> Completion:
-        request, text = self.engine.pop(request_id)
-        tokens, params = request.generated_token_ids, request.params
-        ended = tokens and self.engine.ends(params, tokens[-1])
-        if ended and not params.include_stop_str_in_output:
-            tokens = tokens[:-1]
-        reason = request.finish_reason
-        assert reason is not None
-        ids = list(request.prompt_token_ids)
-        logprobs = None if params.logprobs is None else of.logprobs[: len(tokens)]
-        return Completion(
-            prompt, ids, tokens, text, reason, request.error, request.num_cached, logprobs
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A prompt, and what is to be done with it."""
-
-    prompt: Prompt
-    token_ids: list[int]
-    error: str | None  # why it has no token ids
-    params: SamplingParams  # with a seed
-
-    def encoded(self) -> list[int]:
-        """The token ids; ValueError if it has none."""
-        if self.error is not None:
-            raise ValueError(self.error)
-        return self.token_ids
-
-    def of_samples(self) -> list[SamplingParams]:
-        """The params of each of the `n` completions, whose seeds count up as vLLM's do."""
-        seed = self.params.seed
-        assert seed is not None
-        return [
-            replace(self.params, n=1, seed=(seed + sample) % (MAX_SEED + 1))
-            for sample in range(self.params.n)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """A completion under way: of which prompt, which one, and its log-probabilities so far."""
-
-    prompt: int
-    sample: int
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
 
 def _as_lists(
     prompts: Any, params: Any, default: Callable[[], SamplingParams]
 ) -> tuple[list[Prompt], list[SamplingParams]]:
-    """The prompts, and the params of each."""
+    """The prompts, and for each what should be its params."""
     if isinstance(prompts, str):
         prompts = [prompts]
     unordered = bytes | bytearray | Mapping | Set
@@ -461,8 +452,7 @@ def _as_lists(
             f"prompts is {prompts!r:.80}: expected a text, or a list of prompts, each a text, a "
             "list of token ids, or a list of chat messages"
         )
-    # A prompt that can be read only once is told to the other processes, and returned.
-    listed = [list(prompt) if isinstance(prompt, Iterator) else prompt for prompt in prompts]
+    listed = list(prompts)
     for kind, what in ((int, "token ids"), (Mapping, "chat messages")):
         if listed and all(isinstance(item, kind) for item in listed):
             raise ValueError(f"prompts is one list of {what}: expected a list of prompts, [prompt]")
@@ -474,7 +464,15 @@ def _as_lists(
     if len(each) != len(listed):
         more = "more" if len(each) > len(listed) else len(each)
         raise ValueError(f"{len(listed)} prompts and {more} SamplingParams")
-    for wanted in each:
-        if not isinstance(wanted, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, got {wanted!r}")
     return listed, each
+
+
+def _priorities(given: Any, count: int) -> list[Any]:
+    """What should be the priority of each of so many prompts."""
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping | Set):
+        return [0 if given is None else given] * count
+    each = list(islice(given, count + 1))
+    if len(each) != count:
+        more = "more" if len(each) > count else len(each)
+        raise ValueError(f"{count} prompts and {more} priorities")
+    return each

@@ -23,7 +23,7 @@ from tbo_jax.engine.sampler import (
     compile_row_update,
     compile_tables,
 )
-from tbo_jax.engine.scheduling.plan import ScheduledSequence, StepPlan
+from tbo_jax.engine.scheduling.plan import SampledSequence, StepPlan
 from tbo_jax.engine.scheduling.request import Request
 from tbo_jax.parallel.processes import over_ranks
 from tbo_jax.parallel.sharding import num_ranks
@@ -129,23 +129,21 @@ class OptionRows:
             logits: of the step; returned as they are if no request changes any.
             before: tokens [R, max_sequences] of the step whose unread ones `plan` has.
         """
-        sampling = [s.request.request_id for s in plan.sequences if s.samples]
-        if not any(i in options and options[i].changes_logits for i in sampling):
+        sampled = plan.sampled_of(options)
+        if not any(options[one.request.request_id].changes_logits for one in sampled):
             return logits
-        rows = logits.shape[1]
+        count, rows = len(self._held), logits.shape[1]
         self.compile(rows)
-        tables = self._filled(plan, options)
-        packed = np.stack(
-            [
-                OptionInputs.pack(list(self._rows(rank, held, options)), rows)
-                for rank, held in zip(plan.ranks, self._held, strict=True)
-            ]
-        )
-        for rank, held in zip(plan.ranks, self._held, strict=True):
-            for sequence in rank:
-                if sequence.request.request_id in held:
-                    held[sequence.request.request_id].num_tokens = sequence.request.num_tokens
-        nothing = np.zeros((len(plan.ranks), self.max_sequences), np.int32)
+        tables = self._filled(sampled, options)
+        asked: list[dict[int, RowOptions]] = [{} for _ in range(count)]
+        for one in sampled:
+            asked[one.rank].update(self._rows(one, options[one.request.request_id]))
+        packed = np.stack([OptionInputs.pack(of_rank, rows) for of_rank in asked])
+        for one in sampled:
+            held = self._held[one.rank].get(one.request.request_id)
+            if held is not None:
+                held.num_tokens = one.request.num_tokens
+        nothing = np.zeros((count, self.max_sequences), np.int32)
         given = over_ranks((packed, nothing if before is None else before), self.mesh)
         changed, marks = self._changes[rows](logits, *given, tables.bias, tables.marks)
         self._tables = RowTables(tables.bias, marks)
@@ -162,25 +160,20 @@ class OptionRows:
             logits: of the step, before any option changed them.
             tokens: [R, B], as they were sampled.
         """
-        wanted = (
-            sequence.samples
-            and (of := options.get(sequence.request.request_id)) is not None
-            and of.logprobs is not None
-            for sequence in plan.sequences
-        )
-        if not any(wanted):
+        wanted = plan.sampled_of(options)
+        if all(options[one.request.request_id].logprobs is None for one in wanted):
             return None
         rows = logits.shape[1]
         self.compile(rows)
         described: jax.Array = self._describes[rows](logits, tokens)
         return described
 
-    def _filled(self, plan: StepPlan, options: Options) -> RowTables:
+    def _filled(self, sampled: Sequence[SampledSequence], options: Options) -> RowTables:
         """The tables, with a row for each request of the step that needs one."""
         assert self._allocate is not None and self._update is not None
         fillings = [
-            self._assign(rank, held, options)
-            for rank, held in zip(plan.ranks, self._held, strict=True)
+            self._assign([one.request for one in sampled if one.rank == rank], held, options)
+            for rank, held in enumerate(self._held)
         ]
         if self._tables is None:
             self._tables = self._allocate()
@@ -194,13 +187,13 @@ class OptionRows:
         return tables
 
     def _assign(
-        self, rank: Sequence[ScheduledSequence], held: dict[int, _Held], options: Options
+        self, sampled: Sequence[Request], held: dict[int, _Held], options: Options
     ) -> _Filling:
         """Give the requests of a rank their rows, those of others being free again."""
         wanting = {
-            s.request.request_id: s.request
-            for s in rank
-            if s.samples and (of := options.get(s.request.request_id)) is not None and of.needs_row
+            request.request_id: request
+            for request in sampled
+            if options[request.request_id].needs_row
         }
         for request_id in [i for i in held if i not in wanting]:
             del held[request_id]
@@ -231,20 +224,16 @@ class OptionRows:
         return update
 
     def _rows(
-        self, rank: Sequence[ScheduledSequence], held: Mapping[int, _Held], options: Options
-    ) -> Iterator[RowOptions]:
-        """What each row of a rank's logits is told: one a sequence, and one a draft."""
-        for sequence in rank:
-            request = sequence.request
-            of = options.get(request.request_id) if sequence.samples else None
-            for index in range(len(sequence.drafts) + 1):
-                if of is None:
-                    yield _NOTHING
-                    continue
-                drafts = sequence.drafts[:index]
-                mine = held.get(request.request_id)
-                params = request.params
-                yield RowOptions(
+        self, sampled: SampledSequence, of: RequestOptions
+    ) -> Iterator[tuple[int, RowOptions]]:
+        """What the rows of a sequence's logits are told: that of its token, and of each draft."""
+        request, params = sampled.request, sampled.request.params
+        mine = self._held[sampled.rank].get(request.request_id)
+        for index in range(len(sampled.drafts) + 1):
+            drafts = sampled.drafts[:index]
+            yield (
+                sampled.row + index,
+                RowOptions(
                     row=_NOTHING.row if mine is None else mine.row,
                     repetition_penalty=params.repetition_penalty,
                     presence_penalty=params.presence_penalty,
@@ -253,7 +242,8 @@ class OptionRows:
                     last=request.token_ids[-1] if not drafts else drafts[-1],
                     counts=of.counts and mine is not None and mine.num_tokens < request.num_tokens,
                     words=_words(request, drafts, of.words),
-                )
+                ),
+            )
 
 
 def _marks(request: Request, options: RequestOptions) -> dict[int, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tbo_jax.sampling.options import MAX_WORDS
 from tbo_jax.sampling.params import SamplingParams
+from tbo_jax.sampling.structure import STRUCTURES
 from tbo_jax.text import Tokenizer
 
 
@@ -75,7 +76,8 @@ def request_options(
                     f"{vocabulary}"
                 )
     ends = {i for i in end_of_sequence if i < vocabulary} | set(params.stop_token_ids)
-    ends = ends if params.min_tokens else set()
+    # With a structure its masks see to it: the text may have nothing but its end left.
+    ends = ends if params.min_tokens and params.structure is None else set()
     words = list(_words(params.bad_words, tokenizer, vocabulary))
     longer = tuple(sorted({word for word in words if len(word) > 1}))
     if len(longer) > MAX_WORDS:
@@ -103,7 +105,8 @@ def request_options(
         counts=penalties != (1.0, 0.0, 0.0),
         logprobs=params.logprobs,
     )
-    if not options.changes_logits and options.logprobs is None:
+    plain = not options.changes_logits and options.logprobs is None
+    if plain and params.structure is None:
         return None
     if max_logprobs is None:
         raise ValueError(
@@ -115,13 +118,33 @@ def request_options(
             f"SamplingParams.logprobs is {options.logprobs}: expected at most max_logprobs of the "
             f"engine, {max_logprobs}"
         )
-    return options
+    return None if plain else options
+
+
+def check_prompt_logprobs(params: SamplingParams, most: int | None) -> None:
+    """ValueError if a request asks for more log-probabilities of its prompt than `most`.
+
+    None: the engine gives none of them.
+    """
+    wanted = params.prompt_logprobs
+    if wanted is None:
+        return
+    if most is None:
+        raise ValueError(
+            f"SamplingParams.prompt_logprobs is {wanted}: expected None, or an engine with "
+            "prompt_logprobs=True"
+        )
+    if wanted > most:
+        raise ValueError(
+            f"SamplingParams.prompt_logprobs is {wanted}: expected at most max_logprobs of the "
+            f"engine, {most}"
+        )
 
 
 def _first_option(params: SamplingParams) -> str:
     names = (
         "logprobs", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias",
-        "allowed_token_ids", "bad_words", "min_tokens",
+        "allowed_token_ids", "bad_words", "min_tokens", *STRUCTURES,
     )  # fmt: skip
     plain = SamplingParams()
     return next(name for name in names if getattr(params, name) != getattr(plain, name))

@@ -1,7 +1,7 @@
-"""The small programs around a step, over all ranks: its sampler, and what hands its tokens on.
+"""The small programs beside a step, over all ranks.
 
-Options of requests are programs of their own beside the sampler, which thereby is the same one in
-every step. A step without options runs none of them.
+Options of requests are programs of their own, after which the tokens are sampled again. So the step
+is the same one with and without them, and one without options runs none of these programs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tbo_jax.engine.row_state import (
+    RowChanges,
+    RowState,
+    SampledSteps,
+    StepInputs,
+    change_rows,
+    needed_again,
+    sample_again,
+    sampled_rows,
+)
 from tbo_jax.parallel.sharding import RANKS, num_ranks
-from tbo_jax.sampling.draw import SamplingInputs, sample
+from tbo_jax.sampling.masks import mask_logits
 from tbo_jax.sampling.options import (
     OptionInputs,
     RowTables,
@@ -22,59 +32,49 @@ from tbo_jax.sampling.options import (
     update_rows,
 )
 from tbo_jax.step.compiler_options import process_options
+from tbo_jax.step.shapes import Bucket
 
 
-def compile_sampler(mesh: Mesh, rows: int, vocab_size: int, width: int) -> jax.stages.Compiled:
-    """Compile the sampler of `rows` rows a rank.
+def compile_change_rows(
+    mesh: Mesh, program: SampledSteps, count: int
+) -> tuple[jax.stages.Compiled, RowState]:
+    """Compile `change_rows` for `count` rows a rank: (state, changes) -> state.
 
-    Logits [R, B, V], packed `SamplingInputs` [R, B, 7] -> tokens, padded tokens, the tokens for the
-    host. The tokens are int32 [R, B]. Padded with zeros to `width` they are [R, W], so that
-    `compile_feed` needs not be told the number of rows. Those for the host are there whole in each
-    of several processes. Only they say `NOT_FINITE`: a step that is dispatched ahead gets token 0
-    in its place, and what it computes from that is thrown away.
+    Returns:
+        The program, and a state of zeros on the devices.
     """
     placed = NamedSharding(mesh, PartitionSpec(RANKS))
+    state = RowState.shapes(program.rows, program.cache)
+    changes = RowChanges.shapes(count, program.cache)
 
-    def per_rank(logits, inputs):
-        sampled = sample(logits[0], SamplingInputs.unpack(inputs[0]))
-        tokens = jnp.maximum(sampled, 0)
-        return tokens[None], jnp.pad(tokens, (0, width - rows))[None], sampled[None]
+    def per_rank(state, changes):
+        return _of_all(change_rows(_own(state), _own(changes)))
 
-    idle, ranks = SamplingInputs.from_rows([], [], [], rows).packed(), num_ranks(mesh)
-    abstract = (
-        jax.ShapeDtypeStruct((ranks, rows, vocab_size), np.float32, sharding=placed),
-        jax.ShapeDtypeStruct((ranks, *idle.shape), idle.dtype, sharding=placed),
-    )
-    whole = NamedSharding(mesh, PartitionSpec()) if jax.process_count() > 1 else placed
-    outputs = placed, placed, whole
-    return _over_ranks(mesh, per_rank, outputs).lower(*abstract).compile(process_options(mesh))
+    shapes = _stacked(mesh, state)
+    run = _over_ranks(mesh, per_rank, placed).lower(shapes, _stacked(mesh, changes))
+    return run.compile(process_options(mesh)), _compile_zeros(mesh, shapes)()
 
 
-def compile_feed(mesh: Mesh, tokens: int, width: int) -> jax.stages.Compiled:
-    """Compile what puts tokens into the next step: ids [R, T], padded tokens [R, W] -> ids [R, T].
-
-    An id below 0, an `unread_token`, is replaced by the token of the row that it names, which the
-    host thus needs not know.
-    """
+def compile_sample_again(
+    mesh: Mesh, program: SampledSteps, bucket: Bucket, vocab_size: int
+) -> jax.stages.Compiled:
+    """Compile `sample_again`: (state, inputs, logits [R, B or T, V]) -> `SampledStep`."""
     placed = NamedSharding(mesh, PartitionSpec(RANKS))
+    whole = _read_by_host(mesh)
 
-    def per_rank(ids, sampled):
-        return jnp.where(ids < 0, jnp.take(sampled[0], -1 - ids, mode="clip"), ids)
+    def per_rank(*given):
+        return _of_all(sample_again(bucket, *_own(given)))
 
-    shapes = (num_ranks(mesh), tokens), (num_ranks(mesh), width)
-    abstract = [jax.ShapeDtypeStruct(shape, np.int32, sharding=placed) for shape in shapes]
-    return _over_ranks(mesh, per_rank, placed).lower(*abstract).compile(process_options(mesh))
+    state = RowState.shapes(program.rows, program.cache)
+    inputs = needed_again(bucket, StepInputs.shapes(bucket, program.cache))
+    logits = jax.ShapeDtypeStruct((sampled_rows(bucket), vocab_size), np.float32)
+    run = _over_ranks(mesh, per_rank, program.placed(placed, whole))
+    return run.lower(*_stacked(mesh, (state, inputs, logits))).compile(process_options(mesh))
 
 
 def compile_tables(mesh: Mesh, table_rows: int, vocab_size: int) -> jax.stages.Compiled:
     """Compile what allocates the `RowTables` of all ranks [R, S, V], zeroed."""
-    placed = NamedSharding(mesh, PartitionSpec(RANKS))
-    shapes = _stacked(mesh, RowTables.shapes(table_rows, vocab_size))
-
-    def zeros():
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-    return jax.jit(zeros, out_shardings=placed).lower().compile(process_options(mesh))
+    return _compile_zeros(mesh, _stacked(mesh, RowTables.shapes(table_rows, vocab_size)))
 
 
 def compile_row_update(
@@ -97,7 +97,7 @@ def compile_change(
 ) -> jax.stages.Compiled:
     """Compile `change_logits` of `rows` rows a rank.
 
-    Logits [R, B, V], packed `OptionInputs` [R, B, C], padded tokens of the step before [R, W], bias
+    Logits [R, B, V], packed `OptionInputs` [R, B, C], tokens of the step before [R, W], bias
     and marks of the `RowTables` [R, S, V] -> logits [R, B, V], marks. The marks are donated.
     """
     placed = NamedSharding(mesh, PartitionSpec(RANKS))
@@ -109,7 +109,7 @@ def compile_change(
     logits = jax.ShapeDtypeStruct((rows, vocab_size), np.float32)
     before = jax.ShapeDtypeStruct((width,), np.int32)
     tables = RowTables.shapes(table_rows, vocab_size)
-    packed = OptionInputs.pack([], rows)
+    packed = OptionInputs.pack({}, rows)
     abstract = _stacked(mesh, (logits, packed, before, tables.bias, tables.marks))
     run = _over_ranks(mesh, per_rank, placed, donate=(4,))
     return run.lower(*abstract).compile(process_options(mesh))
@@ -120,15 +120,46 @@ def compile_describe(mesh: Mesh, rows: int, vocab_size: int, most: int) -> jax.s
 
     The result is there whole in each of several processes.
     """
-    placed = NamedSharding(mesh, PartitionSpec(RANKS))
-    whole = NamedSharding(mesh, PartitionSpec()) if jax.process_count() > 1 else placed
+    whole = _read_by_host(mesh)
 
     def per_rank(logits, tokens):
         return describe(logits[0], tokens[0], most)[None]
 
     logits = jax.ShapeDtypeStruct((rows, vocab_size), np.float32)
-    abstract = _stacked(mesh, (logits, jax.ShapeDtypeStruct((rows,), np.int32)))
+    chosen = jax.ShapeDtypeStruct((num_ranks(mesh), rows), np.int32, sharding=whole)
+    abstract = _stacked(mesh, logits), chosen
     return _over_ranks(mesh, per_rank, whole).lower(*abstract).compile(process_options(mesh))
+
+
+def compile_mask(mesh: Mesh, rows: int, vocab_size: int) -> jax.stages.Compiled:
+    """Compile `mask_logits` of `rows` rows a rank.
+
+    Logits [R, B, V], allowed [R, B, ceil(V / 32)] int32 -> logits [R, B, V].
+    """
+    placed = NamedSharding(mesh, PartitionSpec(RANKS))
+
+    def per_rank(logits, allowed):
+        return mask_logits(logits[0], allowed[0])[None]
+
+    logits = jax.ShapeDtypeStruct((rows, vocab_size), np.float32)
+    allowed = jax.ShapeDtypeStruct((rows, -(-vocab_size // 32)), np.int32)
+    abstract = _stacked(mesh, (logits, allowed))
+    return _over_ranks(mesh, per_rank, placed).lower(*abstract).compile(process_options(mesh))
+
+
+def _compile_zeros(mesh: Mesh, shapes) -> jax.stages.Compiled:
+    """Compile what allocates leaves [R, ...] of zeros on their ranks."""
+    placed = NamedSharding(mesh, PartitionSpec(RANKS))
+
+    def zeros():
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    return jax.jit(zeros, out_shardings=placed).lower().compile(process_options(mesh))
+
+
+def _read_by_host(mesh: Mesh) -> NamedSharding:
+    """Where outputs [R, ...] are that the host reads: whole in each of several processes."""
+    return NamedSharding(mesh, PartitionSpec() if jax.process_count() > 1 else PartitionSpec(RANKS))
 
 
 def _own(tree):

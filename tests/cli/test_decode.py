@@ -40,7 +40,7 @@ def test_decode_json(folder, monkeypatch, capsys, tmp_path, silenced):
     words = (
         *("--model", folder, "--prompt", PROMPTS[0], "--prompts-file", tmp_path / "prompts.txt"),
         *("--max-new-tokens", 8, "--devices", 2, "--page-size", 4, "--json", "--quiet"),
-        *("--max-tokens", 16),  # fewer sizes are compiled
+        *("--max-batched-tokens", 16),  # fewer sizes are compiled
     )
     status = decode.main(list(map(str, words)), "decode")
     assert silenced
@@ -122,8 +122,15 @@ def test_a_prompt_that_failed_does_not_hold_up_the_stream(capsys):
         ),
         (["--prompt", "a", "--n", "2"], {}, "--n 2 needs --json"),
         (["--prompt", "a", "--logprobs", "0"], {}, "--logprobs 0 needs --json"),
+        (["--prompt", "a", "--prompt-logprobs", "1"], {}, "--prompt-logprobs 1 needs --json"),
         (["--prompt", "a", "--logit-bias", '{"w1": 1}'], {}, "has the key 'w1': expected a token"),
         (["--prompt", "a", "--logit-bias", "[1]"], {}, "expected a JSON object, got list"),
+        (
+            ["--prompt", "a", "--json-schema", "absent.json"],
+            {},
+            "--json-schema absent.json: [Errno",
+        ),
+        (["--prompt", "a", "--regex", "a", "--choice", "b"], {}, "expected one of regex, choice"),
         (["--prompt", "a", "--min-tokens", "200"], {}, "min_tokens is 200; expected at most"),
         (["--prompt", "a", "--micro-batches", "3"], {}, "--micro-batches 3 needs USE_TBO=1 or"),
         (["--prompt", "a", "--micro-batches", "1"], {"USE_TBO": "1"}, "must be at least 2, got 1"),
@@ -154,6 +161,7 @@ def test_stop_takes_several_texts(words, stop):
 def test_options_of_requests_are_those_of_their_params():
     args = arguments(
         *("--prompt", "x", "--json", "--n", 2, "--logprobs", 3, "--repetition-penalty", 1.2),
+        *("--prompt-logprobs", 1),
         *("--frequency-penalty", 0.5, "--presence-penalty", -0.5, "--min-tokens", 4),
         *("--logit-bias", '{"7": -2.5, "8": 1}', "--allowed-token-ids", 7, 8, 9),
         *("--bad-words", "a b", "c", "--bad-words", "d", "--stop-token-ids", 5, 6),
@@ -161,7 +169,7 @@ def test_options_of_requests_are_those_of_their_params():
     )
     assert decode.sampling_params(args, 1) == [
         SamplingParams(
-            n=2, logprobs=3, repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=-0.5,
+            n=2, logprobs=3, prompt_logprobs=1, repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=-0.5,
             min_tokens=4, logit_bias={7: -2.5, 8: 1}, allowed_token_ids=(7, 8, 9),
             bad_words=("a b", "c", "d"), stop_token_ids=(5, 6), include_stop_str_in_output=True,
             skip_special_tokens=False,
@@ -171,11 +179,30 @@ def test_options_of_requests_are_those_of_their_params():
     assert every <= {field.name for field in dataclasses.fields(decode.Arguments)}
 
 
+@pytest.mark.parametrize("name", ["json_schema", "grammar"])
+def test_a_structure_is_text_or_a_file(tmp_path, name):
+    text = {"json_schema": '{"type": "null"}', "grammar": 'start: "a"'}[name]
+    file = tmp_path / "file.txt"
+    file.write_text(text)
+    for given in (text, file):
+        args = arguments("--prompt", "x", f"--{name.replace('_', '-')}", given)
+        assert decode.sampling_params(args, 1) == [SamplingParams(**{name: text})]
+
+
+def test_a_structure_on_the_command_line():
+    args = arguments("--prompt", "x", "--choice", "a", "b c", "--choice", "d")
+    assert decode.sampling_params(args, 1) == [SamplingParams(choice=("a", "b c", "d"))]
+    args = arguments("--prompt", "x", "--regex", "a: {2}")
+    assert decode.sampling_params(args, 1) == [SamplingParams(regex="a: {2}")]
+    args = arguments("--prompt", "x", "--json-object")
+    assert decode.sampling_params(args, 1) == [SamplingParams(json_object=True)]
+
+
 def test_decode_several_completions(folder, capsys):
     words = (
         *("--model", folder, "--prompt", PROMPTS[0], "--max-new-tokens", 4, "--n", 2, "--seed", 1),
         *("--temperature", 1, "--logprobs", 2, "--frequency-penalty", 2, "--json", "--quiet"),
-        *("--max-tokens", 16),
+        *("--max-batched-tokens", 16, "--prompt-logprobs", 1),
     )
     assert decode.main(list(map(str, words)), "decode") == 0
     *rows, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -184,6 +211,10 @@ def test_decode_several_completions(folder, capsys):
     for row in rows:
         assert [known["token_id"] for known in row["logprobs"]] == row["token_ids"]
         assert all(len(known["top"]) == 2 and known["logprob"] < 0 for known in row["logprobs"])
+        none, *of_prompt = row["prompt_logprobs"]
+        assert none is None
+        assert [known["token_id"] for known in of_prompt] == row["prompt_token_ids"][1:]
+        assert all(len(known["top"]) == 1 and known["logprob"] < 0 for known in of_prompt)
     assert last["stats"]["generated_tokens"] == 8
 
 

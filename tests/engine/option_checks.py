@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tbo_jax.engine.scheduling.plan import StepPlan
+from tbo_jax.engine.scheduling.plan import SampledSequence, ScheduledSequence, StepPlan
 from tests.engine.loads import VOCABULARY
 from tests.sampling.option_reference import agree, reference_logits
 
 WORDS = {"w7": (7,), "w7 w8": (7, 8), "w9 w9 w8": (9, 9, 8)}  # token i reads "w<i>"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What of a `StepPlan` options ask for, of any sequences."""
+
+    ranks: tuple[tuple[ScheduledSequence, ...], ...]
+
+    def sampled_of(self, request_ids: Collection[int]) -> list[SampledSequence]:
+        found = []
+        for rank, sequences in enumerate(self.ranks):
+            row = 0
+            for one in sequences:
+                if one.samples and one.request.request_id in request_ids:
+                    found.append(SampledSequence(one.request, rank, row, one.drafts))
+                row += len(one.drafts) + 1
+        return found
 
 
 def random_options(rng: np.random.Generator) -> dict[str, Any]:
@@ -30,7 +48,7 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def check_changed(
-    plan: StepPlan, logits: np.ndarray, found: np.ndarray, ends: Collection[int]
+    plan: StepPlan | Step, logits: np.ndarray, found: np.ndarray, ends: Collection[int]
 ) -> int:
     """Assert that logits [R, B, V] became those of the reference; the number of rows compared."""
     compared = 0

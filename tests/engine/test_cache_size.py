@@ -71,6 +71,15 @@ def test_options_of_requests_have_tables_and_programs() -> None:
     assert with_options > plain + 8 * ROWS * vocabulary + 4 * ROWS * vocabulary
 
 
+@pytest.mark.slow
+def test_prompts_have_a_program_of_their_own() -> None:
+    """Which gives more where more of the best tokens are told."""
+    none, five, all_of_them = (
+        bytes_beside_cache(runner(), ROWS, 0, None, most) for most in (None, 5, 160)
+    )
+    assert none < five < all_of_them
+
+
 @pytest.mark.parametrize(
     ("spare", "expected"),
     [
@@ -121,7 +130,7 @@ def test_an_engine_in_little_memory(
     most = EngineConfig.max_logprobs
     free = bytes_beside_cache(runner(), ROWS, 0, most) + 4 * page_bytes()
     set_free(monkeypatch, free)
-    options = dict(max_sequences=ROWS, max_tokens=16, page_size=4, compilation_cache=False)
+    options = dict(max_sequences=ROWS, max_batched_tokens=16, page_size=4, compilation_cache=False)
     llm = LLM(folder, overlap=OverlapConfig(), devices=1, **options)
     pages = llm.engine.runner.cache.num_pages
     assert 2 < pages < 0.9 * free / page_bytes()

@@ -31,13 +31,14 @@ from tbo_jax.schedule.model_step import read_shape
         ("num_pages", 1, "num_pages must be at least 2, got 1"),
         ("page_size", "16", "page_size must be an integer from [0-9], got '16'"),
         ("max_sequences", -3, "max_sequences must be at least 1, got -3"),
-        ("max_tokens", 15, "max_tokens is 15: expected at least max_sequences, 16"),
+        ("max_batched_tokens", 15, "max_batched_tokens is 15: expected at least max_sequences, 16"),
         ("speculate", -1, "speculate must be at least 0, got -1"),
         ("dtype", "float16", "dtype is 'float16': expected one of None, 'bfloat16', 'float32'"),
         ("transport", "mail", "transport is 'mail': expected one of 'all_to_all', "),
         ("dispatch_dtype", "int4", "dispatch_dtype is 'int4': expected one of None, 'float8"),
         ("look_ahead", 1, "look_ahead is 1: expected one of None, True, False"),
         ("scanned", "no", "scanned is 'no': expected one of True, False"),
+        ("deterministic", 1, "deterministic is 1: expected one of True, False"),
         ("overlap", "auto", "overlap is 'auto': expected an OverlapConfig or None"),
     ],
 )
@@ -55,9 +56,16 @@ def test_speculation_has_no_look_ahead():
         EngineConfig(speculate=2, look_ahead=True)
 
 
+def test_speculation_is_not_deterministic():
+    with pytest.raises(ValueError, match="deterministic=True with speculate=2: expected one of"):
+        EngineConfig(speculate=2, deterministic=True)
+
+
 def test_more_drafts_than_a_step_has_tokens():
-    with pytest.raises(ValueError, match="speculate is 32: expected less than max_tokens, 32"):
-        EngineConfig(max_tokens=32, speculate=32)
+    with pytest.raises(
+        ValueError, match="speculate is 32: expected less than max_batched_tokens, 32"
+    ):
+        EngineConfig(max_batched_tokens=32, speculate=32)
 
 
 def test_options_beside_a_config():
@@ -67,6 +75,8 @@ def test_options_beside_a_config():
         LLM("absent", EngineConfig(), devices=2)
     with pytest.raises(TypeError, match="'device'"):
         LLM("absent", device=2)
+    with pytest.raises(TypeError, match="max_tokens is 16: expected max_batched_tokens, as"):
+        LLM("absent", devices=2, max_tokens=16)
 
 
 def test_every_option_is_explained(capsys):
@@ -75,7 +85,9 @@ def test_every_option_is_explained(capsys):
         tyro.cli(EngineConfig, args=["--help"])
     text = capsys.readouterr().out
     for field in dataclasses.fields(EngineConfig):
-        assert (f"--{field.name.replace('_', '-')}" in text) == (field.name != "overlap")
+        assert (f"--{field.name.replace('_', '-')}" in text) == (
+            field.name not in ("overlap", "prompt_logprobs")  # others' options say it
+        )
 
 
 def test_more_cpu_devices_than_anybody_has_are_not_made(monkeypatch):

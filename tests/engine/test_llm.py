@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import json
@@ -19,14 +20,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tbo_jax import LLM, EngineConfig, SamplingParams, make_mesh
+from tbo_jax import LLM, AsyncLLM, EngineConfig, SamplingParams, make_mesh
 from tbo_jax.checkpoint.load import read_config
 from tbo_jax.engine import engine as engine_module
 from tbo_jax.engine import llm as llm_module
 from tbo_jax.engine.cache_size import cache_config
 from tbo_jax.engine.sharing import FairLock
 from tbo_jax.parallel.sharding import RANKS
-from tests.engine.engines import small_llm
+from tests.engine.engines import small_llm, wait_for
+from tests.engine.prompt_checks import check, check_all, check_score
 from tests.golden_cases import Golden, with_tokenizer
 
 NAME = "qwen3_moe"
@@ -44,7 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    return make_llm(folder)
+    return make_llm(folder, prompt_logprobs=True)
 
 
 slow = pytest.mark.slow
@@ -54,7 +56,7 @@ OTHERS = [pytest.param((1, "on"), marks=slow), pytest.param((4, "off"), marks=sl
 @pytest.fixture(scope="module", params=OTHERS, ids=str)
 def other_llm(folder, request):
     devices, mode = request.param
-    return make_llm(folder, devices=devices, mode=mode)
+    return make_llm(folder, devices=devices, mode=mode, prompt_logprobs=True)
 
 
 def greedy(count=16, **options):
@@ -102,6 +104,68 @@ def test_seeded_tokens_do_not_depend_on_the_batch(llm):
     assert other_seed.token_ids != alone.token_ids
 
 
+def test_priorities_change_the_order_and_no_token(llm):
+    prompts = [GOLDEN.prompts[i % len(GOLDEN.prompts)] for i in range(6)]
+    expected = llm.generate(prompts, greedy())
+    order = []
+
+    def on_token(index, event):
+        if event.finish_reason is not None:
+            order.append(index)
+
+    given = np.array([3, 3, 2, 2, 1, -1])
+    done = llm.generate(prompts, greedy(), on_token, priority=given)
+    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+    assert [set(order[i : i + 2]) for i in (0, 2, 4)] == [{4, 5}, {2, 3}, {0, 1}]  # in two rows
+    order.clear()
+    llm.generate(prompts[:3], greedy(4), on_token, priority=7)
+    assert order == [0, 1, 2]
+    for wrong, message in (
+        ([1], "6 prompts and 1 priorities"),
+        (itertools.repeat(1), "6 prompts and more priorities"),
+        ([1] * 5 + [None], "priority is None: expected an integer"),
+        ("high", "priority is 'high': expected an integer"),
+        (True, "priority is True: expected an integer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.generate(prompts, greedy(), priority=wrong)
+    with pytest.raises(ValueError, match="priority is 0.5: expected an integer"):
+        llm.engine.add([1], greedy(), priority=0.5)
+
+
+def test_log_probabilities_of_prompts_are_those_of_transformers(llm, other_llm, compilations):
+    before = compilations()
+    for each in (llm, other_llm):
+        check_all(each)
+        scores = each.score(GOLDEN.tokens)
+        for score, tokens, logits in zip(scores, GOLDEN.tokens, GOLDEN.logits, strict=True):
+            check_score(score, tokens, logits)
+    params = SamplingParams(max_new_tokens=2, prompt_logprobs=1)
+    with AsyncLLM(llm) as front:
+        done = asyncio.run(front.complete(GOLDEN.tokens[0], params))
+    check(done.prompt_logprobs, GOLDEN.tokens[0], GOLDEN.logits[0], 1)
+    assert compilations() == before
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([[5, 6], [{"role": "user", "content": "w5"}]], "text 1: it is a chat: expected a text"),
+        ([{"role": "user", "content": "w5"}], "expected a list of prompts"),
+        ([[5], ""], "text 1 has an empty prompt"),
+        ([[5], [5] * 500], "text 1 has a prompt of 500 tokens; expected at most"),
+        ([[5, 999]], "text 0: prompt token id 999 is outside the vocabulary of 160"),
+        ([7, "w5"], "text 0: a prompt is a text, .*, got int"),
+        (7, "prompts is 7: expected"),
+    ],
+)
+def test_texts_that_have_no_score_are_refused(llm, texts, message):
+    steps = llm.statistics["steps"]
+    with pytest.raises(ValueError, match=message):
+        llm.score(texts)
+    assert llm.statistics["steps"] == steps
+
+
 @pytest.mark.slow
 def test_preemption_changes_no_token(folder, llm):
     """Pages for one long request at a time: the younger one is preempted and computed anew."""
@@ -133,7 +197,7 @@ def test_stop_string_and_end_of_sequence(folder, llm):
     assert cut.finish_reason == "stop"
     assert cut.text == full.text[: full.text.index(third)]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokens[3]]}))
-    ending = make_llm(folder, max_sequences=1, max_tokens=16)
+    ending = make_llm(folder, max_sequences=1, max_batched_tokens=16)
     (folder / "generation_config.json").unlink()
     (ended,) = ending.generate([GOLDEN.prompts[0]], SamplingParams(max_new_tokens=16))
     assert ended.token_ids == tokens[: tokens.index(tokens[3])]
@@ -181,13 +245,13 @@ def test_a_raising_callback_leaves_a_usable_engine(llm):
 
 def test_an_interrupted_step_leaves_a_usable_engine(llm, monkeypatch):
     """The step has taken the donated buffers when the interrupt comes."""
-    step = llm.engine.runner.step
+    step = llm.engine.runner.run
 
-    def interrupted(bucket, buffers, batch):
-        step(bucket, buffers, batch)
+    def interrupted(*args):
+        step(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm.engine.runner, "step", interrupted)
+    monkeypatch.setattr(llm.engine.runner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(GOLDEN.prompts, greedy())
     monkeypatch.undo()
@@ -217,13 +281,13 @@ def test_a_step_that_fails_after_its_dispatch_poisons_nothing(other_llm, monkeyp
         )
         return jax.jit(sharded, donate_argnums=0)(results)
 
-    step, returned = runner.step, []
+    step, returned = runner.run, []
 
     def late(*args):
         returned.append(failing(step(*args)))
         return returned[-1]
 
-    monkeypatch.setattr(runner, "step", late)
+    monkeypatch.setattr(runner, "run", late)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"0\.2 s after the dispatch"):
         other_llm.generate(GOLDEN.prompts, greedy())
     # Nothing failed before, and what came back were arrays. On one device XLA:CPU runs a program
@@ -261,14 +325,6 @@ class Patient(threading.Thread):
 
     def result(self):
         return self.outcome.result(timeout=300)
-
-
-def wait_for(condition):
-    for _ in range(30_000):
-        if condition():
-            return
-        time.sleep(0.01)
-    pytest.fail("nothing came")
 
 
 def test_threads_generate_together(llm):
@@ -316,7 +372,7 @@ def test_a_step_that_fails_in_one_call_loses_no_request_of_another(
 ):
     """The other call has tokens, some of them not read yet, and requests that wait."""
     target, name = {
-        "dispatch": (llm.engine.runner, "step"),
+        "dispatch": (llm.engine.runner, "run"),
         "commit": (llm.engine.scheduler, "commit"),
     }[where]
     original, events = getattr(target, name), []
@@ -604,7 +660,7 @@ def test_text_prompts_and_statistics(llm):
         ({"max_context": 1000}, "max_context 1000 is out of range: expected 2 to 128"),
         ({"max_context": 128, "num_pages": 8}, "max_context 128 does not fit: .* 28 tokens"),
         ({"page_size": 0}, "page_size must be at least 1, got 0"),
-        ({"max_tokens": 1}, "max_tokens is 1: expected at least max_sequences, 2"),
+        ({"max_batched_tokens": 1}, "max_batched_tokens is 1: expected at least max_sequences, 2"),
         ({"dtype": "float16"}, "dtype is 'float16': expected"),
         ({"transport": "pigeon"}, "transport is 'pigeon': expected"),
     ],
@@ -637,7 +693,11 @@ def test_params_of_another_number(llm):
 @pytest.mark.slow
 def test_dense_model_says_that_nothing_overlaps(tmp_path, caplog):
     llm = make_llm(
-        with_tokenizer("llama", tmp_path), devices=2, mode="on", max_sequences=1, max_tokens=2
+        with_tokenizer("llama", tmp_path),
+        devices=2,
+        mode="on",
+        max_sequences=1,
+        max_batched_tokens=2,
     )
     assert sum("nothing to overlap" in r.getMessage() for r in caplog.records) == 1
     golden = Golden("llama")
@@ -651,7 +711,7 @@ def test_the_models_sampling_is_the_default_and_said_once(folder, tmp_path, capl
     shutil.copytree(folder, copy)
     asked = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 5, "typical_p": 0.9}
     (copy / "generation_config.json").write_text(json.dumps(asked))
-    llm = make_llm(copy, max_sequences=1, max_tokens=16)
+    llm = make_llm(copy, max_sequences=1, max_batched_tokens=16)
     (said,) = [r.getMessage() for r in caplog.records if "generation_config" in r.getMessage()]
     assert "temperature 0.7" in said and "not applied: typical_p 0.9" in said
     prompt = GOLDEN.prompts[0]
@@ -683,6 +743,7 @@ def test_a_request_that_another_thread_finishes_is_not_lost(llm, monkeypatch):
 
 
 def test_tokens_without_text_end_their_request_only(llm, monkeypatch):
+    """One whose tokens are looked at one by one, and one whose text is made at the end."""
     stream = engine_module.TextStream
     made = []
 
@@ -696,10 +757,23 @@ def test_tokens_without_text_end_their_request_only(llm, monkeypatch):
         made.append(Broken(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(engine_module, "TextStream", make)
-    bad, good = llm.generate(GOLDEN.prompts[:2], greedy(4))
+    wanted = SamplingParams(max_new_tokens=4, stop=("never",))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "TextStream", make)
+        bad, good = llm.generate(GOLDEN.prompts[:2], wanted)
     assert bad.finish_reason == "error" and "no text: no such token" in bad.error
     assert good.token_ids == GOLDEN.greedy[1][:4]
+
+    def decode(ids, skip_special_tokens=True):
+        if ids == GOLDEN.greedy[0][:4]:
+            raise ValueError("no such token")
+        return tokenizer.decode(ids, skip_special_tokens)
+
+    engine, tokenizer = llm.engine, llm.engine.tokenizer
+    monkeypatch.setattr(engine, "tokenizer", SimpleNamespace(decode=decode))
+    bad, good = llm.generate(GOLDEN.prompts[:2], greedy(4))
+    assert bad.finish_reason == "error" and "no text: no such token" in bad.error
+    assert good.token_ids == GOLDEN.greedy[1][:4] and good.finish_reason == "length"
 
 
 @pytest.mark.parametrize("request_id", ["0", [], None, True])
@@ -761,7 +835,7 @@ def test_one_prompt_in_place_of_a_list_of_them(llm, prompts, what):
 
 
 def test_a_step_has_no_more_tokens_than_the_cache(folder):
-    config = EngineConfig(max_tokens=10**9, num_pages=5, page_size=4)
+    config = EngineConfig(max_batched_tokens=10**9, num_pages=5, page_size=4)
     decoder, _ = read_config(folder, np.float32)
     cache, longest = cache_config(config, decoder, make_mesh(1), 64)
     assert (cache.max_tokens, longest) == (16, 16)

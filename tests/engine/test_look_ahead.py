@@ -10,9 +10,6 @@ import pytest
 
 from tbo_jax import SamplingParams
 from tbo_jax.engine.engine import Engine
-from tbo_jax.engine.sampler import compile_feed, compile_sampler
-from tbo_jax.parallel.sharding import make_mesh
-from tbo_jax.sampling.draw import NOT_FINITE, SamplingInputs
 from tests.engine.engines import like, small_llm
 from tests.engine.loads import END_OF_SEQUENCE, Load, forget, plain, random_load, run
 from tests.engine.not_finite import (
@@ -112,7 +109,7 @@ def test_a_step_that_fails_ahead_loses_no_request(engines, monkeypatch):
     _, ahead = engines
     wanted = SamplingParams(max_new_tokens=8, ignore_eos=True)
     (alone,) = run(ahead, Load([GOLDEN.prompts[0]], [wanted], [0])).events
-    step, calls = ahead.runner.step, []
+    step, calls = ahead.runner.run, []
 
     def failing(*args):
         calls.append(args)
@@ -120,7 +117,7 @@ def test_a_step_that_fails_ahead_loses_no_request(engines, monkeypatch):
             raise RuntimeError("no more")
         return step(*args)
 
-    monkeypatch.setattr(ahead.runner, "step", failing)
+    monkeypatch.setattr(ahead.runner, "run", failing)
     request_id = ahead.add(GOLDEN.prompts[0], wanted)
     events = ahead.step()
     with pytest.raises(RuntimeError, match="no more"):
@@ -197,19 +194,3 @@ def test_every_request_of_a_broken_model_says_so(engines):
     load = random_load(np.random.default_rng(1), content=False)
     with poisoned(waiting, ("norm", "scale"), 0):
         assert run(waiting, load).events == [[ERROR]] * len(load.prompts)
-
-
-def test_the_programs_around_a_step():
-    mesh = make_mesh(2)
-    logits = np.zeros((2, 3, 10), np.float32)
-    logits[0, range(3), [4, 2, 9]] = logits[1, range(3), [1, 0, 7]] = 1.0
-    logits[1, 1, 8] = np.nan
-    packed = np.stack([SamplingInputs.from_rows([], [], [], 3).packed()] * 2)
-    run_sampler = compile_sampler(mesh, 3, 10, 5)
-    tokens, padded, readable = run_sampler(logits, packed)
-    assert np.asarray(readable).tolist() == [[4, 2, 9], [1, NOT_FINITE, 7]]
-    assert np.asarray(tokens).tolist() == [[4, 2, 9], [1, 0, 7]]
-    assert np.asarray(padded).tolist() == [[4, 2, 9, 0, 0], [1, 0, 7, 0, 0]]
-    ids = np.array([[-3, 8, -1, 0], [6, -2, 5, -3]], np.int32)
-    fed = compile_feed(mesh, 4, 5)(ids, padded)
-    assert np.asarray(fed).tolist() == [[9, 8, 4, 0], [6, 0, 5, 7]]

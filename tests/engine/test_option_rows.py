@@ -9,12 +9,12 @@ import pytest
 
 from tbo_jax.engine.option_rows import ENTRIES, OptionRows
 from tbo_jax.engine.request_options import RequestOptions, request_options
-from tbo_jax.engine.scheduling.plan import ScheduledSequence, StepPlan
+from tbo_jax.engine.scheduling.plan import ScheduledSequence
 from tbo_jax.engine.scheduling.request import Request, unread_token
 from tbo_jax.parallel.sharding import make_mesh
 from tbo_jax.sampling.params import SamplingParams
 from tbo_jax.text import Tokenizer
-from tests.engine.option_checks import check_changed, random_options
+from tests.engine.option_checks import Step, check_changed, random_options
 from tests.golden_cases import with_tokenizer
 
 VOCABULARY, RANKS, ROWS = 160, 2, 3
@@ -48,7 +48,7 @@ class Traffic:
         self.preempted: list[Request] = []
         self.next_id = 0
         self.options: dict[int, RequestOptions] = {}
-        self.before: tuple[StepPlan, np.ndarray] | None = None
+        self.before: tuple[Step, np.ndarray] | None = None
 
     def arrive(self) -> None:
         for rank in self.running:
@@ -95,7 +95,7 @@ class Traffic:
             self.read()
         self.leave()
         self.arrive()
-        plan = StepPlan(tuple(tuple(map(self.sequence, rank)) for rank in self.running))
+        plan = Step(tuple(tuple(map(self.sequence, rank)) for rank in self.running))
         size = 3 * ROWS
         logits = self.rng.normal(0, 4, (RANKS, size, VOCABULARY)).astype(np.float32)
         fed = None if self.before is None else self.before[1][:, :ROWS]
@@ -107,7 +107,7 @@ class Traffic:
             for row, sequence in enumerate(sequences):
                 if sequence.samples:
                     token = unread_token(row) if self.ahead else int(sampled[rank, row])
-                    sequence.request.token_ids.append(token)
+                    sequence.request.known.append(token)
         if self.ahead:
             self.before = plan, sampled
         return compared
@@ -133,14 +133,14 @@ def test_a_failed_step_forgets_the_rows(option_rows: OptionRows, tokenizer: Toke
     logits = np.zeros((RANKS, 1, VOCABULARY), np.float32)
 
     def changed() -> np.ndarray:
-        plan = StepPlan(((ScheduledSequence(request, 1, True),), ()))
+        plan = Step(((ScheduledSequence(request, 1, True),), ()))
         return np.asarray(option_rows.change(plan, {0: of}, logits, None))[0, 0]
 
     assert not changed().any()
-    request.token_ids += [5]
+    request.known += [5]
     assert changed()[5] == -1
     option_rows.forget()
-    request.token_ids += [5]
+    request.known += [5]
     assert changed()[5] == -2 and np.count_nonzero(changed()) == 1
 
 
@@ -152,7 +152,7 @@ def test_more_entries_than_one_call_takes(tokenizer: Tokenizer) -> None:
     of = request_options(params, tokenizer, ENDS, vocabulary, 0)
     assert of is not None
     prompt = tuple(range(0, vocabulary, 2))
-    plan = StepPlan(((ScheduledSequence(Request(0, prompt, params), len(prompt), True),),))
+    plan = Step(((ScheduledSequence(Request(0, prompt, params), len(prompt), True),),))
     logits = np.ones((1, 1, vocabulary), np.float32)
     found = np.asarray(rows.change(plan, {0: of}, logits, None))[0, 0]
     expected = np.where(np.arange(vocabulary) % 2 == 0, 0.5, 1)
@@ -170,7 +170,7 @@ def test_requests_that_ask_for_nothing_cost_nothing(
     assert of is not None and resolve(plain, tokenizer) is None
     sampling = ScheduledSequence(Request(0, (1,), plain), 1, True)
     chunk = ScheduledSequence(Request(1, (1, 2), asking), 1, False)
-    plan = StepPlan(((sampling, chunk), ()))
+    plan = Step(((sampling, chunk), ()))
     logits: Any = np.zeros((RANKS, 2, VOCABULARY), np.float32)
     assert option_rows.change(plan, {1: of}, logits, None) is logits
     assert option_rows.describe(plan, {1: of}, logits, logits) is None
@@ -204,7 +204,8 @@ def test_what_cannot_be_had_is_named(
     [
         dict(logprobs=0), dict(repetition_penalty=1.1), dict(frequency_penalty=1),
         dict(presence_penalty=1), dict(logit_bias={1: 1}), dict(allowed_token_ids=[1]),
-        dict(bad_words=["w1"]), dict(min_tokens=1),
+        dict(bad_words=["w1"]), dict(min_tokens=1), dict(json_schema={}), dict(json_object=True),
+        dict(regex="a"), dict(grammar="a"), dict(choice=["a"]),
     ],
     ids=lambda options: next(iter(options)),
 )  # fmt: skip
@@ -214,7 +215,7 @@ def test_an_engine_without_options_refuses_each_by_name(
     params = SamplingParams(**options)
     with pytest.raises(ValueError, match=rf"SamplingParams\.{next(iter(options))} was given to an"):
         request_options(params, tokenizer, ENDS, VOCABULARY, None)
-    assert resolve(params, tokenizer) is not None
+    assert (resolve(params, tokenizer) is None) == (params.structure is not None)
 
 
 def test_what_needs_no_program_is_no_option(tokenizer: Tokenizer) -> None:

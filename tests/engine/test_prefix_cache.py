@@ -127,13 +127,13 @@ def test_a_step_that_fails_leaves_no_page_to_be_found(engines, monkeypatch):
     _, with_cache = engines
     load = crowd(1)
     expected = run(with_cache, load)
-    step = with_cache.runner.step
+    step = with_cache.runner.run
 
     def failing(*args):
         step(*args)  # has taken the donated buffers
         raise RuntimeError("no more")
 
-    monkeypatch.setattr(with_cache.runner, "step", failing)
+    monkeypatch.setattr(with_cache.runner, "run", failing)
     with pytest.raises(RuntimeError, match="no more"):
         run(with_cache, load)
     monkeypatch.undo()

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec
 from tbo_jax import Bucket, CacheConfig, ModelRunner, OverlapConfig, SamplingParams
 from tbo_jax.checkpoint.load import load_model
 from tbo_jax.engine.dispatch import Dispatcher
-from tbo_jax.engine.scheduling.plan import StepPlan
+from tbo_jax.engine.row_state import SampledSteps
 from tbo_jax.engine.scheduling.request import Request
 from tbo_jax.engine.scheduling.scheduler import Scheduler
 from tbo_jax.parallel.sharding import make_mesh
@@ -43,7 +44,11 @@ def test_all_ranks_run_the_program_of_one_bucket(load, ranks, drafts):
     """It holds what each rank has, and does not depend on which rank has what."""
     rows = 3
     scheduler = Scheduler(ranks, CACHE.num_pages, CACHE.page_size, rows, CACHE.max_tokens, 32)
-    dispatcher = Dispatcher(SimpleNamespace(cache=CACHE, allocate=lambda: None), rows, drafts)
+    program = SampledSteps(ranks, rows, CACHE)
+    runner = SimpleNamespace(
+        cache=CACHE, mesh=make_mesh(ranks), program=program, deterministic=False
+    )
+    dispatcher = Dispatcher(runner, rows, drafts)
     overlap = OverlapConfig("on", 3)
     seen = Counter()
     for now in range(1000):
@@ -52,7 +57,7 @@ def test_all_ranks_run_the_program_of_one_bucket(load, ranks, drafts):
                 scheduler.add(Request(number, (7,) * prompt, SamplingParams(new)))
         propose = (lambda request: [1] * 3 * load[request.request_id][3]) if drafts else None
         plan = scheduler.schedule(propose)
-        if not plan.sequences:
+        if not plan.has_work:
             scheduler.discard(plan)
             if now > 6:
                 break
@@ -63,11 +68,16 @@ def test_all_ranks_run_the_program_of_one_bucket(load, ranks, drafts):
             lengths = [s.num_tokens for s in sequences]
             assert sum(lengths) <= bucket.tokens and len(lengths) <= bucket.sequences
             assert max(lengths, default=0) <= (1 + bucket.drafts if bucket.decode else 16)
-        assert dispatcher.bucket_of(StepPlan(plan.ranks[::-1])) == bucket
+        counts = plan.num_tokens[::-1], plan.num_sequences[::-1]
+        turned = SimpleNamespace(
+            num_tokens=counts[0], num_sequences=counts[1], drafts=plan.drafts,
+            prefills=plan.prefills[::-1],
+        )  # fmt: skip
+        assert dispatcher.bucket_of(turned) == bucket
         assert overlap.micro_batches(bucket.tokens) == (3 if bucket.tokens > 1 else 1)
         seen[str(bucket).split()[0]] += 1
-        wrong = {s.request.request_id: [5] for s in plan.sequences if s.samples}
-        scheduler.commit(plan, wrong)
+        fives = np.full(len(plan.sampled), 5)  # no draft is right
+        scheduler.commit(plan, fives, fives == 0)
     assert not scheduler.has_work
     assert seen["prefill"] > 0 or all(prompt == 1 for prompt, *_ in load)
 

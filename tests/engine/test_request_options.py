@@ -323,7 +323,7 @@ def test_a_chat_and_several(llm):
 
 @slow
 def test_an_engine_that_has_no_options(folder):
-    llm = make_llm(folder, request_options=False, max_sequences=1, max_tokens=16)
+    llm = make_llm(folder, request_options=False, max_sequences=1, max_batched_tokens=16)
     assert llm.engine._dispatcher._options is None
     wanted = SamplingParams(max_new_tokens=4, ignore_eos=True)
     bad, good = llm.generate(GOLDEN.prompts[:2], [replace(wanted, presence_penalty=1.0), wanted])

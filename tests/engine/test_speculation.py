@@ -14,6 +14,7 @@ from tbo_jax.engine.engine import Engine
 from tbo_jax.engine.prompt_lookup import prompt_lookup
 from tbo_jax.engine.scheduling.plan import ScheduledSequence, StepPlan
 from tbo_jax.engine.scheduling.request import Request
+from tbo_jax.engine.scheduling.rows import Rows
 from tbo_jax.step.runner import ModelRunner
 from tests.engine.loads import END_OF_SEQUENCE, VOCABULARY, Load, Result, random_load, run
 from tests.engine.not_finite import BAD, EMBEDDING, check_until_bad, load_with_bad, poisoned
@@ -65,7 +66,7 @@ def engine(tmp_path_factory, request) -> Engine:
         overlap=OverlapConfig("on" if micro_batches > 1 else "off", max(2, micro_batches)),
         scanned=scanned,
         max_sequences=2,
-        max_tokens=8,
+        max_batched_tokens=8,
         page_size=4,
         num_pages=16,
         compilation_cache=False,
@@ -209,20 +210,26 @@ def test_a_draft_that_is_not_finite_does_no_harm(engine, place):
 # Ranks
 
 
-def step_of(lengths: list[list[int]], draft: bool) -> StepPlan:
+def step_of(engine: Engine, lengths: list[list[int]], draft: bool) -> tuple[StepPlan, Rows]:
     """Sequences of so many random tokens on each rank; with `draft` all but the first are drafts."""
-    rng = np.random.default_rng(0)
-    ranks = []
-    for counts in lengths:
+    rows = Rows(len(lengths), engine.scheduler.limits)
+    ranks, drafts = [], []
+    for rank, counts in enumerate(lengths):
         sequences = []
         for row, count in enumerate(counts):
-            ids = tuple(rng.integers(0, VOCABULARY, count).tolist())
-            known, drafts = (ids[:1], ids[1:]) if draft else (ids, ())
-            request = Request(sum(map(len, ranks)) + row, known, SamplingParams())
+            rng = np.random.default_rng(8 * rank + row)  # the same whoever else takes part
+            ids = tuple(rng.integers(0, VOCABULARY, 8).tolist())
+            request = Request(8 * rank + row, ids[:1] if draft else ids[:count], SamplingParams())
             request.pages = [1 + 2 * row, 2 + 2 * row]
-            sequences.append(ScheduledSequence(request, count, True, drafts))
-        ranks.append(tuple(sequences))
-    return StepPlan(tuple(ranks))
+            rows.take(request, rank)
+            if draft:
+                rows.load(request)
+                drafts.append(ids[1:count])
+            else:
+                sequences.append(ScheduledSequence(request, count, True))
+        ranks.append(sequences)
+    given = {number: of for number, of in enumerate(drafts) if of}
+    return StepPlan(rows, ranks, given), rows
 
 
 @settings(max_examples=30, deadline=None)
@@ -238,40 +245,44 @@ def test_a_rank_gives_what_it_gives_alone(engine, data):
     logits: list[np.ndarray] = []
     buckets = []
 
-    def spy(bucket, buffers, batch):
+    def spy(bucket, buffers, *inputs):
         buckets.append(bucket)
-        out, buffers = ModelRunner.step(runner, bucket, buffers, batch)
-        logits.append(np.asarray(out))
+        out, buffers = ModelRunner.run(runner, bucket, buffers, *inputs)
+        logits.append(np.asarray(out.logits))
         return out, buffers
 
-    def run(plan):
-        seeds = {s.request.request_id: 0 for s in plan.sequences}
-        return dispatcher.dispatch(plan, seeds).read(), logits.pop()
+    def run(lengths):
+        plan, rows = step_of(engine, lengths, draft)
+        step = dispatcher.sample(dispatcher.start(plan, rows))
+        read = step.read().reshape(len(plan.sampled), -1)
+        counts = [n if draft else 1 for of in lengths for n in of]
+        return plan, [of[:n].tolist() for of, n in zip(read, counts, strict=True)], logits.pop()
 
-    runner.step = spy
+    runner.run = spy
     try:
-        plan = step_of(lengths, draft)
-        tokens, together = run(plan)
+        plan, tokens, together = run(lengths)
         assert len(buckets) == 1 and buckets[0] == dispatcher.bucket_of(plan)
         tokens = iter(tokens)
-        for rank, sequences in enumerate(plan.ranks):
-            mine = [next(tokens) for _ in sequences]
-            if not sequences:
+        for rank, counts in enumerate(lengths):
+            mine = [next(tokens) for _ in counts]
+            if not counts:
                 continue
-            only = StepPlan(tuple(s if r == rank else () for r, s in enumerate(plan.ranks)))
-            found, alone = run(only)
+            _, found, alone = run([of if r == rank else [] for r, of in enumerate(lengths)])
             assert found == mine
             rows = sum(len(of) for of in mine)
             np.testing.assert_allclose(together[rank, :rows], alone[rank, :rows], atol=1e-5)
     finally:
-        del runner.step
+        del runner.run
+        engine._dispatcher.recover()  # the rows of the device are other ones
         engine.clear_prefix_cache()  # these steps wrote to pages of requests that have ended
 
 
 def test_more_drafts_than_a_step_and_look_ahead_are_refused(engine):
     given = engine.runner, engine.tokenizer, engine.end_of_sequence
     sizes = dict(max_sequences=2, max_context=engine.max_context)
-    with pytest.raises(ValueError, match="speculate is 8: expected less than max_tokens, 8"):
+    with pytest.raises(
+        ValueError, match="speculate is 8: expected less than max_batched_tokens, 8"
+    ):
         Engine(*given, **sizes, speculate=8)
     with pytest.raises(ValueError, match="speculate must be at least 0, got -1"):
         Engine(*given, **sizes, speculate=-1)

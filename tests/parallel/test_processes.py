@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tests.golden_cases import Golden, with_tokenizer
 DECODE = Path(__file__).parents[2] / "examples" / "decode.py"
 GOLDEN = Golden("qwen3_moe")
 PROMPTS = [" ".join(f"w{t}" for t in prompt) for prompt in GOLDEN.prompts]
+REGEX = "w[0-9]+( w1?[0-9]){3,5}"
 BOUND = 120  # seconds in which a process ends when the other one is dead
 
 
@@ -51,7 +53,7 @@ class Pair:
         environs: tuple[dict[str, str], ...] = ({}, {}),
     ):
         together = ("--coordinator", f"localhost:{free_port()}", "--num-processes", 2, *words)
-        together += ("--max-tokens", 16)  # fewer sizes are compiled
+        together += ("--max-batched-tokens", 16)  # fewer sizes are compiled
         environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "USE_TBO": "1"}
         self.processes = [
             subprocess.Popen(
@@ -96,21 +98,31 @@ def test_options_of_requests_are_those_of_one_process(folder: Path) -> None:
     options = ("--model", folder, "--max-new-tokens", 8, "--page-size", 4, "--json", "--quiet")
     asked = ("--repetition-penalty", 1.3, "--frequency-penalty", 1, "--logprobs", 2, "--n", 2)
     asked += ("--bad-words", "w7 w8", "--min-tokens", 2, "--temperature", 1, "--seed", 3)
+    asked += ("--regex", REGEX)
+    asked += ("--prompt-logprobs", 1)
     with Pair(*options, *asked, first=tuple(prompts)) as (first, second):
         out, err = first.communicate(timeout=240)
         second.communicate(timeout=60)
     assert (first.returncode, second.returncode) == (0, 0), err.decode()
     *found, _ = rows(out)
-    llm = LLM(folder, devices=1, max_sequences=4, max_tokens=16, page_size=4, num_pages=64)
+    small = dict(max_sequences=4, max_batched_tokens=16, page_size=4, num_pages=64)
+    llm = LLM(folder, devices=1, prompt_logprobs=True, **small)
     shared = dict(max_new_tokens=8, temperature=1.0, n=2, min_tokens=2, bad_words=["w7 w8"])
+    shared["regex"] = REGEX
+    shared |= dict(prompt_logprobs=1)
     penalties = dict(repetition_penalty=1.3, frequency_penalty=1.0)
     params = [SamplingParams(seed=3 + i, logprobs=2, **shared, **penalties) for i in range(3)]  # type: ignore[arg-type]
     each = [one for c in llm.generate(PROMPTS, params) for one in (c, *c.others)]
     assert [row["token_ids"] for row in found] == [c.token_ids for c in each]
+    assert all(re.fullmatch(REGEX, row["text"]) for row in found)
     for row, completion in zip(found, each):
         assert completion.logprobs is not None
         ours = [known["logprob"] for known in row["logprobs"]]
         assert np.allclose(ours, [known.logprob for known in completion.logprobs], atol=1e-4)
+        assert completion.prompt_logprobs is not None
+        ours = [known["logprob"] for known in row["prompt_logprobs"][1:]]
+        theirs = [known.logprob for known in completion.prompt_logprobs[1:]]
+        assert np.allclose(ours, theirs, atol=1e-4) and len(ours) > 0
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from tbo_jax.engine.scheduling.rank import Rank, arrival_of
+from tbo_jax.engine.scheduling.rank import Rank, turn_of
 from tbo_jax.engine.scheduling.request import Request
 
 
@@ -28,8 +28,8 @@ def check_books(
             raise RuntimeError(f"{request} is off, but has a rank, pages or computed tokens")
     queues = [list(waiting), *(rank.running for rank in ranks)]
     for queue in queues:
-        if queue != sorted(queue, key=arrival_of):
-            raise RuntimeError(f"{[r.request_id for r in queue]} are out of order of arrival")
+        if queue != sorted(queue, key=turn_of):
+            raise RuntimeError(f"{[r.request_id for r in queue]} are out of order")
     held = sorted(request.request_id for queue in [*queues, ending] for request in queue)
     if held != sorted(unfinished):
         raise RuntimeError(f"{held} are queued; unfinished are {sorted(unfinished)}")

@@ -35,7 +35,10 @@ class Limits:
 
     def check_prompt(self, request: Request) -> None:
         """ValueError for a prompt that is empty or leaves no room for a token."""
-        name, length = f"request {request.request_id}", len(request.prompt_token_ids)
+        self.check_length(f"request {request.request_id}", len(request.prompt_token_ids))
+
+    def check_length(self, name: str, length: int) -> None:
+        """ValueError, which begins with the name, for a prompt of so many tokens as above."""
         if length == 0:
             raise ValueError(f"{name} has an empty prompt; expected 1 token or more")
         if length > self.max_context - 1:
@@ -50,11 +53,10 @@ class Limits:
                 f"{self.pool_tokens} of a rank's pages"
             )
 
-    def is_reached(self, request: Request) -> bool:
-        """Whether it has all the tokens it asked for, fills the context, or a rank's pages."""
-        return self.room(request) <= 0
+    def most_tokens(self, request: Request) -> int:
+        """The number of tokens, the prompt's included, with which it has all it may get.
 
-    def room(self, request: Request) -> int:
-        """How many more tokens it may get."""
-        wanted = request.params.max_new_tokens - request.num_generated
-        return min(wanted, min(self.max_context, self.pool_tokens) - request.num_tokens)
+        With these it has all it asked for, fills the context, or a rank's pages.
+        """
+        wanted = len(request.prompt_token_ids) + request.params.max_new_tokens
+        return min(wanted, self.max_context, self.pool_tokens)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from tbo_jax.engine.scheduling.limits import Limits
+import numpy as np
+
 from tbo_jax.engine.scheduling.rank import Rank
 from tbo_jax.engine.scheduling.request import FinishReason, Request
+from tbo_jax.engine.scheduling.rows import Rows
 
 Propose = Callable[[Request], Sequence[int]]  # draft tokens for what may follow its tokens
 
@@ -38,22 +41,141 @@ class ScheduledSequence:
         draft that is no distribution but one token this also is speculative sampling (Leviathan et
         al. 2023): it stands with its probability, and otherwise one is drawn from the rest.
         """
-        count = 0
-        while count < len(self.drafts) and self.drafts[count] == sampled[count]:
-            count += 1
-        return list(sampled[: count + 1])
+        return accepted(self.drafts, sampled)
+
+
+def accepted(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
+    """What `ScheduledSequence.accept` gives."""
+    count = 0
+    while count < len(drafts) and drafts[count] == sampled[count]:
+        count += 1
+    return list(sampled[: count + 1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
-    """One step: for each rank its sequences, decodes first."""
+class SampledRows:
+    """The sequences of a step that sample, decodes first, as arrays [N]."""
 
-    ranks: tuple[tuple[ScheduledSequence, ...], ...]
+    ranks: np.ndarray  # intp
+    rows: np.ndarray  # intp, of `Rows`
+    places: np.ndarray  # intp, among the sequences of the step on their rank
+    requests: np.ndarray  # of `Request`
+    request_ids: np.ndarray  # int64
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledSequence:
+    """One that samples, and where its logits are."""
+
+    request: Request
+    rank: int
+    row: int  # of its rank's logits: that of its last token, and those of its drafts follow
+    drafts: tuple[int, ...]
+
+
+class StepPlan:
+    """One step: for each rank its decodes, in the order of their rows, then its prefills.
+
+    Attributes:
+        num_decodes: int [R], sequences that decode.
+        prefills: for each rank those that compute more, or the first token of all.
+        drafts: number of a decode among the sampled -> the drafts that it verifies.
+        new_pages: (rank, row, place in the page table, page) of those that decodes got for it.
+        sampled: the sequences that give a token.
+        with_decodes: whether decodes take part, if there are any.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        prefills: Sequence[Sequence[ScheduledSequence]],
+        drafts: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        new_pages: Sequence[tuple[int, int, int, int]] = (),
+        with_decodes: bool = True,
+    ) -> None:
+        """Take what decodes in `rows` now, unless without, and prefills of each rank."""
+        self.with_decodes = with_decodes
+        self.prefills = tuple(map(tuple, prefills))
+        self.drafts = drafts
+        self.new_pages = new_pages
+        ranks, at = np.nonzero(rows.decoding & with_decodes)
+        self.num_decodes = np.bincount(ranks, minlength=len(self.prefills))
+        places = np.arange(len(ranks)) - (np.cumsum(self.num_decodes) - self.num_decodes)[ranks]
+        sampled = [ranks, at, places, rows.requests[ranks, at], rows.request_ids[ranks, at]]
+        last = [
+            (rank, one.request.row, count + place, one.request, one.request.request_id)
+            for rank, count in enumerate(self.num_decodes.tolist())
+            for place, one in enumerate(self.prefills[rank])
+            if one.samples
+        ]
+        if last:
+            columns = zip(sampled, zip(*last, strict=True), strict=True)
+            sampled = [np.append(column, np.array(more, column.dtype)) for column, more in columns]
+        self.sampled = SampledRows(*sampled)
 
     @property
-    def num_tokens(self) -> tuple[int, ...]:
-        """Tokens to compute on each rank."""
-        return tuple(sum(s.num_tokens for s in rank) for rank in self.ranks)
+    def has_work(self) -> bool:
+        """Whether it computes anything."""
+        return len(self.sampled) > 0 or any(self.prefills)
+
+    @property
+    def num_sequences(self) -> np.ndarray:
+        """Sequences of each rank, int [R]."""
+        return self.num_decodes + np.array([len(rank) for rank in self.prefills])
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """Tokens to compute on each rank, int [R]."""
+        counts = self.num_decodes + [sum(s.num_tokens for s in rank) for rank in self.prefills]
+        for number, drafts in self.drafts.items():
+            counts[self.sampled.ranks[number]] += len(drafts)
+        return counts
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens on all ranks."""
+        return sum(map(len, self.drafts.values()))
+
+    @functools.cached_property
+    def logit_rows(self) -> np.ndarray:
+        """The first row of the logits of each sampled sequence on its rank, int [N]."""
+        of = self.sampled
+        if not self.drafts:
+            return of.places
+        lengths = np.ones(len(of), np.intp)  # in order of the ranks: all are decodes
+        for number, drafts in self.drafts.items():
+            lengths[number] += len(drafts)
+        before = np.cumsum(lengths) - lengths
+        rows: np.ndarray = before - before[np.searchsorted(of.ranks, of.ranks)]
+        return rows
+
+    def sampled_of(self, request_ids: Collection[int]) -> list[SampledSequence]:
+        """The sampled sequences of some requests."""
+        of = self.sampled
+        wanted = np.isin(of.request_ids, np.fromiter(request_ids, np.int64, len(request_ids)))
+        return [
+            SampledSequence(
+                of.requests[number],
+                int(of.ranks[number]),
+                int(self.logit_rows[number]),
+                self.drafts.get(number, ()),
+            )
+            for number in np.flatnonzero(wanted).tolist()
+        ]
+
+    @functools.cached_property
+    def ranks(self) -> tuple[tuple[ScheduledSequence, ...], ...]:
+        """The sequences of each rank one by one, which takes its time with many."""
+        decodes: list[list[ScheduledSequence]] = [[] for _ in self.prefills]
+        in_all = int(self.num_decodes.sum())
+        for number, request in enumerate(self.sampled.requests[:in_all]):
+            drafts = self.drafts.get(number, ())
+            sequence = ScheduledSequence(request, 1 + len(drafts), True, drafts)
+            decodes[self.sampled.ranks[number]].append(sequence)
+        return tuple((*a, *b) for a, b in zip(decodes, self.prefills, strict=True))
 
     @property
     def sequences(self) -> list[ScheduledSequence]:
@@ -61,81 +183,38 @@ class StepPlan:
         return [s for rank in self.ranks for s in rank]
 
     @property
-    def num_drafts(self) -> int:
-        """Draft tokens on all ranks."""
-        return sum(len(s.drafts) for s in self.sequences)
-
-    @property
     def is_dead(self) -> bool:
         """Whether all of its requests have finished since it was made; true if it has none."""
-        return all(s.request.is_finished for s in self.sequences)
-
-    def check_sampled(
-        self,
-        sampled: Mapping[int, Sequence[int]],
-        stopped: Collection[int],
-        failed: Collection[int],
-    ) -> None:
-        """ValueError if new tokens, or the requests that end, are not those of this step."""
-        sampling = {s.request.request_id: s for s in self.sequences if s.samples}
-        required = {i for i, sequence in sampling.items() if not sequence.request.is_finished}
-        if not required <= sampled.keys() <= sampling.keys():
-            raise ValueError(
-                f"got tokens of requests {sorted(sampled)}; expected {sorted(required)}"
-            )
-        for request_id, tokens in sampled.items():
-            drafts, accepted = sampling[request_id].drafts, tuple(tokens[:-1])
-            # One that fails has none, and one with drafts may have none.
-            fits = not tokens if request_id in failed else tokens or drafts
-            if not fits or drafts[: len(accepted)] != accepted:
-                raise ValueError(
-                    f"got tokens {list(tokens)} of request {request_id}; expected some of its "
-                    f"drafts {list(drafts)} and one more"
-                )
-        if not {i for i, tokens in sampled.items() if tokens} >= set(stopped):
-            raise ValueError(f"requests {sorted(stopped)} stopped; expected some of the sampled")
-        if not sampled.keys() >= set(failed):
-            raise ValueError(f"requests {sorted(failed)} failed; expected some of the sampled")
+        first = (s.request for rank in self.prefills for s in rank)
+        return all(r.is_finished for r in first) and all(
+            request.is_finished for request in self.sampled.requests
+        )
 
 
 class RankStep:
-    """A rank's part of a plan under construction."""
+    """A rank's part of a plan under construction: the tokens left of its budget, and prefills."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.sequences: list[ScheduledSequence] = []
+        self.prefills: list[ScheduledSequence] = []
 
-    def add(self, request: Request) -> None:
-        """Schedule as many of its tokens as the budget has room for."""
-        num_tokens = min(request.num_uncomputed, self.budget)
+    def add(self, request: Request, wanted: int) -> None:
+        """Schedule as many of so many tokens as the budget has room for."""
+        num_tokens = min(wanted, self.budget)
         self.budget -= num_tokens
         samples = num_tokens == request.num_uncomputed
-        self.sequences.append(ScheduledSequence(request, num_tokens, samples))
+        self.prefills.append(ScheduledSequence(request, num_tokens, samples))
 
-    @property
-    def in_order(self) -> tuple[ScheduledSequence, ...]:
-        """Its sequences, decodes first: one that finds all but its last token is one of them."""
-        return tuple(sorted(self.sequences, key=lambda sequence: sequence.request.is_prefill))
-
-    @property
-    def decodes_only(self) -> bool:
-        """Whether each of its sequences has one token to compute, the one sampled last."""
-        return not any(s.request.is_prefill for s in self.sequences)
-
-    def add_drafts(self, rank: Rank, limits: Limits, propose: Propose) -> None:
-        """Have the sequences verify drafts, as many as there is budget, room and free pages for."""
-        for index, sequence in enumerate(self.sequences):
-            request = sequence.request
-            # One place is for the token that is sampled after the last draft.
-            most = min(self.budget, limits.room(request) - 1, rank.room(request))
-            drafts = tuple(propose(request)[:most]) if most > 0 else ()
-            if drafts:
-                rank.grow(request, len(drafts))
-                self.budget -= len(drafts)
-                count = sequence.num_tokens + len(drafts)
-                self.sequences[index] = dataclasses.replace(
-                    sequence, num_tokens=count, drafts=drafts
-                )
+    def drafts(self, rank: Rank, request: Request, propose: Propose) -> tuple[int, ...]:
+        """Drafts for a decode, as many as there is budget, room and free pages for."""
+        # One place is for the token that is sampled after the last draft.
+        room = rank.limits.most_tokens(request) - request.num_tokens
+        most = min(self.budget, room - 1, rank.room(request))
+        drafts = tuple(propose(request)[:most]) if most > 0 else ()
+        if drafts:
+            rank.grow(request, len(drafts))
+            self.budget -= len(drafts)
+        return drafts
 
 
 @dataclass(slots=True)

@@ -1,32 +1,43 @@
 """Which tokens the next step computes, on which rank, and in which cache pages.
 
 Attention is data-parallel: each rank has its own rows, page pool and token budget, and a request
-stays on one rank until it finishes or is preempted. One waiting queue serves all ranks. A step is
+stays on one rank until it finishes or is preempted. One waiting queue serves all ranks. Requests
+have an order: of priority, the lower number first, and among equals of arrival. A step is
 
-1. the decodes of each rank, one token each, oldest request first. One that gets no page preempts
-   the youngest request running on its rank (itself, if that is the youngest): its pages are freed
-   and it waits again, before all younger ones, keeping its tokens, which are computed anew later;
-2. the prefills under way, oldest first, in chunks of what is left of the rank's token budget;
-3. admissions in order of arrival (`choose_rank`).
+1. the decodes of each rank, one token each, in that order. One that gets no page preempts the last
+   request running on its rank (itself, if that is the last): its pages are freed and it waits
+   again, in its place in the order, keeping its tokens, which are computed anew later;
+2. the prefills under way, in order, in chunks of what is left of the rank's token budget;
+3. admissions in order (`choose_rank`). Nothing is preempted for them.
+
+This is vLLM's priority scheduling.
 
 Full pages are kept when their request ends, and found again by their tokens (`PageAllocator`), so
 that requests that begin alike compute that once on each rank. A prefill takes what is there already
-when it is admitted and before each of its chunks; where an older prefill of its rank is about to
-compute the page that it is at, it waits for that one.
+when it is admitted and before each of its chunks; where a prefill of its rank that is before it in
+the order is about to compute the page that it is at, it waits for that one.
+
+A request that wants log-probabilities of its prompt (`Request.num_findable`) takes none of the
+pages whose tokens' logits it lacks, and computes these tokens; others find them as usual.
 
 All pages for the tokens that a request has are taken when it is admitted, so that prefills never
 want pages and only decodes preempt.
 
-No request starves. Take the oldest unfinished one.
-- It is not preempted: on its rank the youngest goes, and alone it fits, because a request is over
-  when it fills a whole pool.
+No request starves behind those of its own priority, and of a higher number. Behind lower numbers
+it does, while such requests keep coming and fill all ranks: nothing ages. Take a rank, and the
+first in order of those that run there.
+- It is not preempted: the last goes, and alone it fits, because a request is over when it fills a
+  whole pool.
 - Decoding, it is in every step: the budget covers all rows. Prefilling, it gets at least one token
-  in every step: it is first, waits for no older one, and decodes use at most the budget of the
-  other rows.
-- Waiting, it is admitted at once. On the rank that preempted it only older requests were left, and
-  they have finished; if it never ran, all that ran is older and has finished. Nothing younger is
-  admitted before it. So there is an empty rank, and there all pages are free or give way.
-It has finitely many tokens, so it finishes, and the next one is the oldest.
+  in every step: it is first, waits for no other, and decodes use at most the budget of the other
+  rows.
+So on each rank with requests one moves on in every step, and they have finitely many tokens. Now
+take the first in order of all unfinished requests, and let none come that goes before it.
+- Running, it is the first on its rank, and finishes.
+- Waiting, nothing is admitted before it. So the ranks empty, at the latest until one has none:
+  there all pages are free or give way, and it is admitted. (With one priority for all it is
+  admitted at once: all that ever ran beside it came before it, and has finished.)
+It finishes, and the next one is the first.
 
 A step can be planned while the tokens of the last are still on the device (`advance`), as if no
 request stopped but those whose length is reached. One that did stop leaves a dead row in the plan.
@@ -43,6 +54,14 @@ these things safe:
 - A step that failed takes all pages with it (`start_over`).
 Nothing is preempted ahead: its tokens are needed to admit it again.
 
+With `deterministic` a token is always computed by the same program, whatever runs beside it: those
+of prompts in steps that compute prompts only, generated ones in steps that decode only. Steps of
+the two kinds take turns while there is work for both. A request that was preempted prefills its
+prompt and then decodes again what it had generated, a known token in each step (a *replay*). Only
+pages of prompts are kept, and found for prompts only, as a page of generated tokens holds what
+decodes computed. The oldest request is in every step of its kind, and every other step at least is
+of that kind, so none starves. Replays and prompts are both `prefills` of a plan.
+
 Decodes may verify drafts beside their token (`schedule`), where the step computes no prompt. Drafts
 take what budget and pages are left over; the slots of those that are rejected are overwritten by
 the tokens that come in their place, before any query reads them. The token before them may have to
@@ -51,17 +70,20 @@ be computed again too, so the pages of such a row are kept only when its tokens 
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import insort
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+
+import numpy as np
 
 from tbo_jax.engine.scheduling.books import check_books
 from tbo_jax.engine.scheduling.limits import Limits
 from tbo_jax.engine.scheduling.placement import choose_rank
 from tbo_jax.engine.scheduling.plan import Propose, RankStep, SchedulerStatistics, StepPlan
-from tbo_jax.engine.scheduling.rank import Rank, arrival_of
+from tbo_jax.engine.scheduling.rank import Rank, turn_of
 from tbo_jax.engine.scheduling.request import FinishReason, Request, unread_token
+from tbo_jax.engine.scheduling.rows import Rows
 from tbo_jax.overlap.checks import whole_number
 
 
@@ -78,6 +100,7 @@ class Scheduler:
         max_tokens: most tokens that a rank computes in a step, at least max_sequences.
         max_context: most tokens of a request, prompt and generated together.
         prefix_cache: keep full pages, and find them again.
+        deterministic: have prompts and decodes in steps of their own (see above).
 
     Raises ValueError for a size that cannot work.
     """
@@ -91,15 +114,19 @@ class Scheduler:
         max_tokens: int,
         max_context: int,
         prefix_cache: bool = True,
+        deterministic: bool = False,
     ) -> None:
         whole_number("num_ranks", num_ranks, 1)
         self.limits = Limits(page_size, num_pages, max_sequences, max_tokens, max_context)
         self.statistics = SchedulerStatistics()
         self._keeps_pages = prefix_cache
-        self._ranks = self._new_ranks(num_ranks)
+        self._deterministic = deterministic
+        self._had_prompts = False  # the last step, and no decodes
+        self._new_ranks(num_ranks)
         self._requests: dict[int, Request] = {}  # the unfinished ones
-        self._waiting: deque[Request] = deque()  # oldest first
-        self._ending: list[Request] = []  # all computed, and the last token is not read yet
+        self._waiting: deque[Request] = deque()  # in the order of `turn_of`
+        # All computed, and the last token is not read yet; by id.
+        self._ending: dict[int, Request] = {}
         self._num_arrived = 0
         self._open_plan: StepPlan | None = None
         self._unread_plan: StepPlan | None = None  # advanced, not committed
@@ -112,7 +139,12 @@ class Scheduler:
     @property
     def must_preempt(self) -> bool:
         """Whether the next step is short of pages, and with that cannot be planned ahead."""
-        return any(rank.wants > rank.pages.num_free for rank in self._ranks)
+        wanted = self.rows.num_wanted().tolist()
+        return any(
+            count > rank.pages.num_free
+            for count, rank in zip(wanted, self._ranks, strict=True)
+            if count
+        )
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -130,7 +162,7 @@ class Scheduler:
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._wait(request)
 
     def schedule(self, propose: Propose | None = None) -> StepPlan:
         """Plan a step and take its pages; `advance`, `commit` or `discard` it before the next one.
@@ -146,23 +178,34 @@ class Scheduler:
         if self._unread_plan is not None and (propose or self._unread_plan.num_drafts):
             raise RuntimeError("with drafts no step is planned before the last's commit")
         evicted = self._num_evicted
-        steps = [RankStep(self.limits.max_tokens) for _ in self._ranks]
-        for rank, step in zip(self._ranks, steps, strict=True):
-            for request in [r for r in rank.running if not r.is_prefill]:
-                if request.rank is not None and self._grow(rank, request):
-                    step.add(request)
-            for request in rank.running:
-                if request.is_prefill and step.budget:
-                    self.statistics.cached_tokens += rank.catch_up(request)
-                    if not rank.awaits(request):
-                        step.add(request)
-        self._admit(steps)
-        if propose is not None and all(step.decodes_only for step in steps):
-            for rank, step in zip(self._ranks, steps, strict=True):
-                step.add_drafts(rank, self.limits, propose)
+        held: dict[Request, int] = {}  # pages of those that get more
+        prompts = self._prompts() if self._deterministic else None
+        self._had_prompts = prompts is not None
+        if prompts is not None:
+            steps = prompts
+        else:
+            steps = self._decodes(held)
+            if self._deterministic:
+                self._replay(steps)
+            else:
+                self._prefill(steps)
+        drafts: dict[int, tuple[int, ...]] = {}
+        if propose is not None and not any(step.prefills for step in steps):
+            for number, request in enumerate(self.rows.requests[self.rows.decoding]):
+                rank = self._ranks[request.rank]
+                held.setdefault(request, len(request.pages))
+                if found := steps[rank.index].drafts(rank, request, propose):
+                    drafts[number] = found
         self.statistics.evictions += self._num_evicted - evicted
-        plan = StepPlan(tuple(step.in_order for step in steps))
-        if len(self._requests) > len(self._ending) and not plan.sequences:
+        new_pages: list[tuple[int, int, int, int]] = []
+        for request, first in held.items():
+            if request.rows is not None:  # not preempted, and perhaps back as a prefill
+                assert request.rank is not None and request.row is not None
+                pages = enumerate(request.pages[first:], first)
+                new_pages += [(request.rank, request.row, at, page) for at, page in pages]
+        prefills = [step.prefills for step in steps]
+        plan = StepPlan(self.rows, prefills, drafts, new_pages, with_decodes=prompts is None)
+        if len(self._requests) > len(self._ending) and not plan.has_work:
             raise RuntimeError(f"{len(self._requests)} requests are unfinished and none can run")
         self._open_plan = plan
         return plan
@@ -178,85 +221,127 @@ class Scheduler:
         if self._unread_plan is not None:
             raise RuntimeError("the plan advanced before was not committed")
         self._open_plan, self._unread_plan = None, plan
-        for rank, sequences in zip(self._ranks, plan.ranks, strict=True):
-            for row, sequence in enumerate(sequences):
+        rows, page_size = self.rows, self.limits.page_size
+        decodes = slice(int(plan.num_decodes.sum()))
+        of, numbers = plan.sampled, np.arange(decodes.stop)
+        here = rows.hold(of.ranks[decodes], of.rows[decodes], of.request_ids[decodes])
+        if not here.all():  # aborted meanwhile
+            numbers = numbers[here]
+        ranks, at = of.ranks[numbers], of.rows[numbers]
+        self.statistics.decode_tokens += len(numbers) + plan.num_drafts
+        computed = rows.num_tokens[ranks, at]
+        rows.await_tokens(ranks, at, of.places[numbers])
+        # The pages of a row with drafts are kept when its tokens are known.
+        for number in numbers[computed % page_size == 0].tolist():
+            if number not in plan.drafts:
+                self._ranks[of.ranks[number]].keep(of.requests[number])
+        for number in numbers[rows.num_tokens[ranks, at] >= rows.limit[ranks, at]].tolist():
+            self._end(self._ranks[of.ranks[number]], of.requests[number])
+        for rank, prefills, count in zip(
+            self._ranks, plan.prefills, plan.num_decodes.tolist(), strict=True
+        ):
+            for place, sequence in enumerate(prefills, count):
                 request = sequence.request
                 if request.is_finished:
                     continue
-                if request.is_prefill:
-                    self.statistics.prefill_tokens += sequence.num_tokens
-                else:
-                    self.statistics.decode_tokens += sequence.num_tokens
-                request.num_computed += sequence.num_tokens - len(sequence.drafts)
-                if not sequence.drafts:
-                    rank.keep(request)
-                if not sequence.samples:
-                    continue
-                request.token_ids.append(unread_token(row))
-                if self.limits.is_reached(request):
-                    rank.release(request)
-                    self._ending.append(request)
+                self.statistics.prefill_tokens += sequence.num_tokens
+                request.computed += sequence.num_tokens
+                rank.keep(request)
+                if sequence.samples:
+                    request.known.append(unread_token(place))
+                    if request.num_tokens >= self.limits.most_tokens(request):
+                        self._end(rank, request)
+                        continue
+                rank.decode(request)
+
+    def awaits(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Which sequences of `plan.sampled` still want their tokens, bool [N], and their flags."""
+        of = plan.sampled
+        here = self.rows.hold(of.ranks, of.rows, of.request_ids)
+        flags = self.rows.flags[of.ranks, of.rows]
+        for number in np.flatnonzero(~here).tolist():
+            request = of.requests[number]
+            here[number], flags[number] = not request.is_finished, request.flags
+        return here, flags
 
     def commit(
         self,
         plan: StepPlan,
-        sampled: Mapping[int, Sequence[int]],
-        stopped: Collection[int] = (),
+        tokens: np.ndarray,
+        stopped: np.ndarray,
         failed: Mapping[int, str] = MappingProxyType({}),
+        several: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> list[Request]:
-        """Record what the plan gave; returns the requests that it finishes, in plan order.
+        """Record what the plan gave; returns the requests that it finishes.
+
+        Requests that were finished or aborted since `schedule` are passed over: what is said of
+        them counts for nothing. The numbers of sequences are those of `plan.sampled`.
 
         Args:
             plan: the advanced one, or if there is none the last one of `schedule`.
-            sampled: request id -> new tokens, of every sequence that samples: the drafts that were
-                accepted, and one more. Fewer if one of them ends the request; a sequence with
-                drafts may have fewer anyway, or none, and then is at that place again.
-            stopped: ids of requests that their last token ends (end of sequence, a stop string).
-                They finish with "stop". Others finish with "length" when they have all the tokens
-                they asked for, fill the context, or fill all the pages of a rank.
-            failed: request id -> why, of those that have no token. They finish with "error".
+            tokens: int [N], the new token of each sequence.
+            stopped: bool [N], whether it ends its request (end of sequence, a stop string), with
+                "stop". Others finish with "length" when they have all the tokens they asked for,
+                fill the context, or fill all the pages of a rank.
+            failed: number -> why, of those that have no token. They finish with "error".
+            several: number -> new tokens, of those that have none or several in place of one: the
+                drafts that were accepted, and one more. Fewer if one of them ends the request; a
+                sequence with drafts may have fewer anyway, or none, and then is at that place
+                again.
 
-        Sequences whose request was finished or aborted since `schedule` are passed over. Raises
-        RuntimeError for another plan; ValueError, changing nothing, for ids or numbers of tokens
-        that do not match it.
+        Raises:
+            RuntimeError: it is another plan.
+            ValueError: the arrays are not of as many sequences, or there are other tokens than
+                drafts of a sequence and one more. Nothing is changed then.
         """
         if plan is not self._unread_plan:
             self._expect_open(plan)
-        plan.check_sampled(sampled, stopped, failed)
+        _check_sampled(plan, tokens, stopped, failed, several)
         if plan is not self._unread_plan:
             self.advance(plan)
         self._unread_plan = None
         self.statistics.steps += 1
-        finished = []
-        for sequence in plan.sequences:
-            request = sequence.request
-            if not sequence.samples or request.is_finished:
+        of, rows = plan.sampled, self.rows
+        here = rows.hold(of.ranks, of.rows, of.request_ids)
+        plain = here
+        odd = {*failed, *several, *plan.drafts, *np.flatnonzero(~here).tolist()}
+        if odd:
+            plain = here.copy()
+            plain[list(odd)] = False
+        ranks, at = of.ranks[plain], of.rows[plain]
+        rows.put(ranks, at, tokens[plain])
+        self.statistics.generated_tokens += len(ranks)
+        ended: list[tuple[int, Request, FinishReason]] = []
+        for number in np.flatnonzero(plain & stopped).tolist():
+            ended.append((number, of.requests[number], "stop"))
+        for number in odd:
+            request = of.requests[number]
+            if request.is_finished:
                 continue
-            tokens = sampled[request.request_id]
-            request.token_ids[-1:] = tokens
-            if sequence.drafts and request.rank is not None:
-                request.num_computed += len(tokens) - 1
-                self._ranks[request.rank].keep(request)
-            self.statistics.generated_tokens += len(tokens)
-            if request.request_id in failed:
-                self.finish(request, "error", failed[request.request_id])
-            elif request.request_id in stopped:
-                self.finish(request, "stop")
-            elif self.limits.is_reached(request):
-                self.finish(request, "length")
-            else:
-                continue
-            finished.append(request)
-        for rank in self._ranks:
-            rank.shrink()
-        return finished
+            new = () if number in failed else several.get(number, (int(tokens[number]),))
+            self._put(request, new, number in plan.drafts)
+            self.statistics.generated_tokens += len(new)
+            if number in failed:
+                ended.append((number, request, "error"))
+            elif stopped[number]:
+                ended.append((number, request, "stop"))
+            elif request.num_tokens >= self.limits.most_tokens(request):
+                ended.append((number, request, "length"))
+        ended.sort(key=lambda one: one[0])
+        for number, request, reason in ended:
+            self.finish(request, reason, failed.get(number))
+        return [request for _, request, _ in ended]
 
     def discard(self, plan: StepPlan) -> None:
         """Drop a plan that was not run, or failed; what it would have computed is planned again."""
         self._expect_open(plan)
         self._open_plan = None
-        for rank in self._ranks:
-            rank.shrink()
+        for rank, row, *_ in plan.new_pages:  # the device was not told of them
+            self.rows.stale[rank, row] = self.rows.requests[rank, row] is not None
+        for number in plan.drafts:
+            request = plan.sampled.requests[number]
+            if request.rank is not None:
+                self._ranks[request.rank].shrink(request)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request that runs or waits, and free its pages. RuntimeError if it does neither.
@@ -269,11 +354,10 @@ class Scheduler:
         request.error = error
         if request.rank is not None:
             self._ranks[request.rank].release(request)
-        else:
-            queue = self._ending if request in self._ending else self._waiting
-            queue.remove(request)
+        elif self._ending.pop(request.request_id, None) is None:
+            self._waiting.remove(request)
         if request.has_unread:
-            request.token_ids.pop()
+            request.known.pop()
         if reason == "error":
             for rank in self._ranks:
                 rank.forget(request)
@@ -286,14 +370,16 @@ class Scheduler:
         Whatever else the failure left half done is put right.
         """
         self._open_plan = self._unread_plan = None
-        self._ranks = self._new_ranks(len(self._ranks))
         self._ending.clear()
         self._requests = {i: r for i, r in self._requests.items() if not r.is_finished}
-        self._waiting = deque(self._requests.values())  # which are in order of arrival
+        self._waiting = deque(sorted(self._requests.values(), key=turn_of))
         for request in self._waiting:
-            request.rank, request.pages, request.num_computed = None, [], 0
+            if request.row is not None:
+                self.rows.release(request)
+            request.pages, request.computed = [], 0
             if request.has_unread:
-                request.token_ids.pop()
+                request.known.pop()
+        self._new_ranks(len(self._ranks))
 
     def forget_pages(self) -> None:
         """Keep no page any longer. RuntimeError while a request is unfinished."""
@@ -301,7 +387,7 @@ class Scheduler:
             raise RuntimeError(
                 f"{len(self._requests)} requests are unfinished, and use their pages"
             )
-        self._ranks = self._new_ranks(len(self._ranks))
+        self._new_ranks(len(self._ranks))
 
     def abort(self, request_id: int) -> Request | None:
         """End an unfinished request with "abort" and return it; None if the id has none."""
@@ -312,10 +398,15 @@ class Scheduler:
 
     def check(self) -> None:
         """Verify the books: RuntimeError naming the page or request that does not add up."""
-        check_books(self._ranks, list(self._waiting), self._ending, self._requests)
+        ending = list(self._ending.values())
+        check_books(self._ranks, list(self._waiting), ending, self._requests)
 
-    def _new_ranks(self, count: int) -> list[Rank]:
-        return [Rank(index, self.limits, self._keeps_pages) for index in range(count)]
+    def _new_ranks(self, count: int) -> None:
+        self.rows = Rows(count, self.limits)
+        self._ranks = [
+            Rank(index, self.rows, self._keeps_pages, only_prompts=self._deterministic)
+            for index in range(count)
+        ]
 
     @property
     def _num_evicted(self) -> int:
@@ -325,24 +416,82 @@ class Scheduler:
         if plan is not self._open_plan:
             raise RuntimeError("this is not the open plan")
 
-    def _grow(self, rank: Rank, request: Request) -> bool:
-        """Get a decode its page, preempting for it; False if it had to preempt itself."""
+    def _decodes(self, held: dict[Request, int]) -> list[RankStep]:
+        """See to the pages of the decodes; what they leave of each rank's budget.
+
+        `held` gets the pages that those had which need more.
+        """
+        for request in sorted(self.rows.wanting(), key=turn_of):
+            if request.rank is not None:
+                held[request] = len(request.pages)
+                self._grow(self._ranks[request.rank], request)
+        counts = self.rows.decoding.sum(axis=1).tolist()
+        return [RankStep(self.limits.max_tokens - count) for count in counts]
+
+    def _prefill(self, steps: list[RankStep]) -> None:
+        """Schedule prefills under way, then admissions."""
+        for rank, step in zip(self._ranks, steps, strict=True):
+            for request in list(rank.prefilling):
+                if step.budget:
+                    self.statistics.cached_tokens += rank.catch_up(request)
+                    self._add(rank, step, request)
+        self._admit(steps)
+
+    def _prompts(self) -> list[RankStep] | None:
+        """A step of prompts alone; None if there are none, or it is the decodes' turn."""
+        if self._had_prompts and (
+            self.rows.decoding.any() or any(rank.replaying for rank in self._ranks)
+        ):
+            return None
+        steps = [RankStep(self.limits.max_tokens) for _ in self._ranks]
+        self._prefill(steps)
+        return steps if any(step.prefills for step in steps) else None
+
+    def _replay(self, steps: list[RankStep]) -> None:
+        """Schedule the next token of each request that decodes again what it had."""
+        for rank, step in zip(self._ranks, steps, strict=True):
+            for request in rank.replaying:
+                step.add(request, 1)
+
+    def _grow(self, rank: Rank, request: Request) -> None:
+        """Get a decode its pages, preempting for them, itself if it is the last in order."""
         while not rank.grow(request):
-            youngest = rank.running[-1]
-            if youngest is rank.running[0]:
+            last = rank.running[-1]
+            if last is rank.running[0]:
                 raise RuntimeError(f"request {request.request_id} outgrew the pages of its rank")
-            self._preempt(rank, youngest)
-            if youngest is request:
-                return False
-        return True
+            self._preempt(rank, last)
+            if last is request:
+                return
+
+    def _end(self, rank: Rank, request: Request) -> None:
+        """Take off a request that has all its tokens but for the last one's value."""
+        rank.release(request)
+        self._ending[request.request_id] = request
+
+    def _put(self, request: Request, tokens: Sequence[int], had_drafts: bool) -> None:
+        """Put any number of tokens in place of the one that a request awaits."""
+        if request.rows is None:
+            request.known[-1:] = tokens
+            return
+        self.rows.put_one(request, list(tokens))
+        if had_drafts and request.rank is not None:
+            rank = self._ranks[request.rank]
+            rank.keep(request)
+            rank.shrink(request)
 
     def _preempt(self, rank: Rank, request: Request) -> None:
         self.statistics.preemptions += 1
         self.statistics.discarded_tokens += request.num_computed
         request.num_preemptions += 1
         rank.release(request)
-        place = bisect_left(self._waiting, arrival_of(request), key=arrival_of)
-        self._waiting.insert(place, request)
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        """Queue a request, in its place in the order."""
+        if not self._waiting or turn_of(self._waiting[-1]) < turn_of(request):
+            self._waiting.append(request)  # as all do that come with one priority
+        else:
+            insort(self._waiting, request, key=turn_of)
 
     def _admit(self, steps: list[RankStep]) -> None:
         while self._waiting:
@@ -359,5 +508,47 @@ class Scheduler:
             rank.place(request, found)
             self.statistics.admissions += 1
             self.statistics.cached_tokens += request.num_computed
-            if not rank.awaits(request):
-                steps[rank.index].add(request)
+            self._add(rank, steps[rank.index], request)
+
+    def _add(self, rank: Rank, step: RankStep, request: Request) -> None:
+        """Schedule a prefill, or what turned out to be a decode.
+
+        Where decodes have steps of their own neither they nor replays are scheduled here.
+        """
+        alone = self._deterministic
+        wanted = request.num_prompt_left if alone else request.num_uncomputed
+        if request.rows is not None or rank.decode(request):
+            step.budget -= not alone
+        elif wanted and not rank.awaits(request):
+            step.add(request, wanted)
+
+
+def _check_sampled(
+    plan: StepPlan,
+    tokens: np.ndarray,
+    stopped: np.ndarray,
+    failed: Mapping[int, str],
+    several: Mapping[int, Sequence[int]],
+) -> None:
+    """ValueError if new tokens, or the requests that end, are not those of this step."""
+    count = len(plan.sampled)
+    if tokens.shape != (count,) or stopped.shape != (count,):
+        raise ValueError(
+            f"got tokens {tokens.shape} and stopped {stopped.shape}; expected ({count},) of each, "
+            "one for each sequence that samples"
+        )
+    for number in {*failed, *several}:
+        if not 0 <= number < count:
+            raise ValueError(f"got tokens of sequence {number}; expected one of {count}")
+    for number, new in several.items():
+        drafts, accepted = plan.drafts.get(number, ()), tuple(new[:-1])
+        # One that fails has none, and one with drafts may have none.
+        fits = not new if number in failed else new or drafts
+        if not fits or drafts[: len(accepted)] != accepted:
+            raise ValueError(
+                f"got tokens {list(new)} of request {plan.sampled.request_ids[number]}; expected "
+                f"some of its drafts {list(drafts)} and one more"
+            )
+    for number in (*failed, *(number for number, new in several.items() if not new)):
+        if stopped[number]:
+            raise ValueError(f"sequence {number} stopped without a token; expected one")

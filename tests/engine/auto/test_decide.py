@@ -497,7 +497,7 @@ def test_the_batch_fills_its_bucket(tokens, sequences, decode, num_pages, page_s
 def kjv(mode, devices, rows=1):
     return LLM(
         KJV, devices=devices, dtype="float32", overlap=OverlapConfig(mode), compilation_cache=False,
-        max_context=64, max_sequences=rows, max_tokens=16,
+        max_context=64, max_sequences=rows, max_batched_tokens=16,
         scanned=True,  # compiles sooner
     )  # fmt: skip
 

@@ -15,10 +15,12 @@ from tbo_jax.engine.scheduling.placement import choose_rank
 from tbo_jax.engine.scheduling.prefixes import PrefixIndex
 from tbo_jax.engine.scheduling.rank import Rank
 from tbo_jax.engine.scheduling.request import Request
+from tbo_jax.engine.scheduling.rows import Rows
 from tbo_jax.engine.scheduling.scheduler import Scheduler
 from tbo_jax.sampling.params import SamplingParams
 from tests.engine.scheduling.test_scheduler import (
     Workload,
+    book,
     drafts,
     expected_tokens,
     free_pages,
@@ -325,7 +327,7 @@ def test_a_prompt_that_is_all_there_computes_its_last_page_into_one_of_its_own(l
     assert shape(plan) == [[(0, 1, True), (1, 4 if length == 8 else 1, True)]]
     own = requests[1].pages[(length - 1) // 4 :]
     assert not set(own) & set(requests[0].pages)
-    scheduler.commit(plan, {0: [7], 1: [7]})
+    book(scheduler, plan, {0: [7], 1: [7]})
     scheduler.check()
     assert requests[1].pages[:2] == requests[0].pages[:2]  # given up for the one that was there
 
@@ -399,9 +401,9 @@ def test_a_page_is_found_when_the_step_that_fills_it_is_on_its_way() -> None:
     assert rank.find(second) == first.pages[:2]
     ahead = scheduler.schedule()
     assert shape(ahead) == [[(0, 1, True), (1, 1, True)]]
-    scheduler.commit(plan, {0: [7]})
+    book(scheduler, plan, {0: [7]})
     scheduler.advance(ahead)
-    scheduler.commit(ahead, {0: [7], 1: [7]})
+    book(scheduler, ahead, {0: [7], 1: [7]})
     scheduler.check()
 
 
@@ -435,7 +437,7 @@ def test_pages_of_a_request_that_failed_are_not_found(length: int) -> None:
     scheduler.add(request(0, *range(4), 60))
     step(scheduler)
     scheduler.add(request(1, *range(length)))
-    scheduler.commit(scheduler.schedule(), {0: [7], 1: []}, failed={1: "not finite"})
+    book(scheduler, scheduler.schedule(), {0: [7], 1: []}, failed={1: "not finite"})
     scheduler.check()
     scheduler.add(request(2, *range(length)))
     assert step(scheduler) == [[(0, 1, True), (2, length - 4, True)]]
@@ -448,11 +450,11 @@ def test_the_token_before_rejected_drafts_may_be_computed_again_before_its_page_
     step(scheduler)
     plan = scheduler.schedule(lambda _: [5, 5])
     assert drafts(plan) == [[(5, 5)]]
-    scheduler.commit(plan, {0: []})  # nothing stood: its fourth token is computed once more
+    book(scheduler, plan, {0: []})  # nothing stood: its fourth token is computed once more
     assert first.num_computed == 3 and not scheduler._ranks[0].pages.is_kept(first.pages[0])
     scheduler.check()
     plan = scheduler.schedule(lambda _: [5, 5])
-    scheduler.commit(plan, {0: [5, 6]})
+    book(scheduler, plan, {0: [5, 6]})
     assert first.num_computed == 5 and scheduler._ranks[0].pages.is_kept(first.pages[0])
     scheduler.check()
 
@@ -468,14 +470,17 @@ def test_without_a_prefix_cache_nothing_is_found() -> None:
 
 
 def test_check_notices_a_request_that_would_write_to_a_kept_page() -> None:
-    scheduler = one_by_one()
-    first = request(0, *range(9))
-    scheduler.add(first)
+    scheduler = scheduler_of()
+    first, second = request(0, *range(9)), request(1, *range(90, 103))
+    for each in (first, second):
+        scheduler.add(each)
     step(scheduler)
-    first.num_computed = 7
+    scheduler.check()
+    assert second.computed == 7 and scheduler._ranks[0].pages.is_kept(second.pages[0])
+    second.computed = 3
     with pytest.raises(RuntimeError, match="can be found, and .* writes to it"):
         scheduler.check()
-    first.num_computed = 9
+    second.computed = 7
     first.token_ids[2] = 99
     with pytest.raises(RuntimeError, match="is found by other tokens than those of"):
         scheduler.check()
@@ -486,7 +491,8 @@ def test_check_notices_a_request_that_would_write_to_a_kept_page() -> None:
 
 def ranks_with(*prompts: tuple[int, ...], rows: int = 8) -> list[Rank]:
     """Each has run a request of this prompt, and holds its pages."""
-    ranks = [Rank(i, Limits(4, 101, rows, 64, 64), keeps_pages=True) for i in range(len(prompts))]
+    held = Rows(len(prompts), Limits(4, 101, rows, 64, 64))
+    ranks = [Rank(index, held, keeps_pages=True) for index in range(len(prompts))]
     for rank, prompt in zip(ranks, prompts, strict=True):
         occupy(rank, *prompt)
         if prompt:
@@ -500,9 +506,10 @@ def occupy(rank: Rank, *prompt: int, computed: bool = True) -> None:
         running.arrival = 0
         rank.place(running, rank.find(running))
         if computed:
-            running.num_computed = len(prompt)
-            running.token_ids.append(7)
+            running.computed = len(prompt)
+            running.known.append(7)
             rank.keep(running)
+            rank.decode(running)
 
 
 def chosen(ranks: list[Rank], wanted: Request) -> int:

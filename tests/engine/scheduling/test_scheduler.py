@@ -2,17 +2,23 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tbo_jax.engine.dispatch import PromptChunk, prompt_chunks
 from tbo_jax.engine.scheduling.plan import StepPlan
+from tbo_jax.engine.scheduling.rank import turn_of
 from tbo_jax.engine.scheduling.request import Request, unread_token
 from tbo_jax.engine.scheduling.scheduler import Scheduler
+from tbo_jax.sampling.logprobs import PromptLogprobs
 from tbo_jax.sampling.params import SamplingParams
 
 
@@ -28,6 +34,24 @@ class Model:
         self.page_size = page_size
         self.without_drafts: set[int] = set()  # ids of requests, once a draft was in the way
         self.slots = [[-1] * (num_pages * page_size) for _ in range(num_ranks)]
+        self.tables: dict[tuple[int, int], list[int]] = {}  # what the device was told of the pages
+
+    def tell(self, scheduler: Scheduler, plan: StepPlan) -> None:
+        """The changes of a step; with these the device knows the pages of all of its sequences."""
+        rows = scheduler.rows
+        for rank, row in np.argwhere(rows.stale).tolist():
+            self.tables[rank, row] = list(rows.requests[rank, row].pages)
+        rows.stale[:] = False
+        of, count = plan.sampled, plan.num_decodes.sum()
+        decodes = set(zip(of.ranks[:count].tolist(), of.rows[:count].tolist(), strict=True))
+        for rank, row, at, page in plan.new_pages:
+            assert (rank, row) in decodes
+            self.tables[rank, row][at : at + 1] = [page]
+        for sequence in plan.sequences:
+            request = sequence.request
+            assert request.rank is not None and request.row is not None
+            table = self.tables[request.rank, request.row]
+            assert table[: len(request.pages)] == request.pages
 
     def run(self, plan: StepPlan, before: Dispatched | None = None) -> dict[int, list[int]]:
         """The new tokens, none where the model has none; `before` is the step that has those which
@@ -62,6 +86,7 @@ class Dispatched:
 
     plan: StepPlan
     tokens: dict[int, list[int]]
+    chunks: list[PromptChunk]
 
     def token(self, request: Request, placeholder: int) -> int:
         """What the device finds in the row that the placeholder names."""
@@ -72,7 +97,9 @@ class Dispatched:
         return (self.tokens[request.request_id] or [0])[0]  # what follows no token is thrown away
 
 
-def make(request_id: int, prompt: int, max_new_tokens: int = 100, shared: int = 0) -> Request:
+def make(
+    request_id: int, prompt: int, max_new_tokens: int = 100, shared: int = 0, priority: int = 0
+) -> Request:
     """Of the prompt `shared` tokens are those of all others, and half as many more of every third."""
     first, second = min(shared, prompt), min(shared + shared // 2, prompt)
     ids = tuple(
@@ -83,7 +110,8 @@ def make(request_id: int, prompt: int, max_new_tokens: int = 100, shared: int = 
         else 10_000 * request_id + i
         for i in range(prompt)
     )
-    return Request(request_id, ids, SamplingParams(max_new_tokens=max_new_tokens))
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    return Request(request_id, ids, params, priority=priority)
 
 
 def scheduler_of(**sizes: int) -> Scheduler:
@@ -105,9 +133,30 @@ def shape(plan: StepPlan) -> list[list[tuple[int, int, bool]]]:
 def step(scheduler: Scheduler) -> list[list[tuple[int, int, bool]]]:
     plan = scheduler.schedule()
     result = shape(plan)
-    scheduler.commit(plan, {s.request.request_id: [7] for s in plan.sequences if s.samples})
+    book(scheduler, plan, {s.request.request_id: [7] for s in plan.sequences if s.samples})
     scheduler.check()
     return result
+
+
+def book(
+    scheduler: Scheduler,
+    plan: StepPlan,
+    sampled: Mapping[int, Sequence[int]],
+    stopped: Collection[int] = (),
+    failed: Mapping[int, str] = MappingProxyType({}),
+) -> list[Request]:
+    """Commit the new tokens of each request, by its id."""
+    ids = plan.sampled.request_ids.tolist()
+    number = {request_id: at for at, request_id in enumerate(ids)}
+    several = {number[i]: new for i, new in sampled.items() if len(new) != 1 and i not in failed}
+    tokens = [(*sampled.get(i, ()), -99)[0] for i in ids]
+    return scheduler.commit(
+        plan,
+        np.array(tokens, np.int64),
+        np.isin(ids, list(stopped)),
+        {number[i]: why for i, why in failed.items()},
+        several,
+    )
 
 
 def free_pages(scheduler: Scheduler) -> list[int]:
@@ -247,7 +296,88 @@ def test_one_that_comes_back_to_a_rank_stands_before_younger_ones() -> None:
     while not old.num_preemptions:
         step(scheduler)
     assert [r.rank for r in (first, old, young)] == [0, 1, 1]
-    assert step(scheduler) == [[(0, 1, True)], [(2, 1, True), (3, 1, True)]]
+    assert [r.request_id for r in scheduler._ranks[1].running] == [2, 3]
+    assert step(scheduler) == [[(0, 1, True)], [(3, 1, True), (2, 1, True)]]  # by rows
+
+
+# Priorities
+
+
+def test_the_lower_number_is_admitted_first_and_equals_as_they_came() -> None:
+    scheduler = scheduler_of(max_sequences=2)
+    for request_id, priority in enumerate((1, 0, 1, -5, 0)):
+        scheduler.add(make(request_id, 3, max_new_tokens=1, priority=priority))
+    admitted = []
+    while scheduler.has_work:
+        admitted.append([request_id for request_id, *_ in step(scheduler)[0]])
+    assert admitted == [[3, 1], [4, 0], [2]]
+
+
+def test_what_runs_is_not_preempted_for_one_that_waits() -> None:
+    scheduler = scheduler_of(max_sequences=1)
+    scheduler.add(make(0, 3, max_new_tokens=3, priority=9))
+    step(scheduler)
+    scheduler.add(make(1, 3, max_new_tokens=1, priority=0))
+    assert [step(scheduler)[0][0][0] for _ in range(3)] == [0, 0, 1]
+    assert scheduler.statistics.preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("priorities", "victim"), [((0, 0), 1), ((3, 2), 0), ((2, 3), 1), ((-1, -2), 0)]
+)
+def test_the_victim_has_the_highest_number_and_came_last(
+    priorities: tuple[int, int], victim: int
+) -> None:
+    scheduler = scheduler_of(num_pages=6, max_tokens=32, max_context=20)
+    requests = [make(i, 7 + i, priority=priority) for i, priority in enumerate(priorities)]
+    for request in requests:
+        scheduler.add(request)
+    while not scheduler.statistics.preemptions:
+        step(scheduler)
+    assert [request.num_preemptions for request in requests] == [victim == 0, victim == 1]
+    while scheduler.has_work:
+        step(scheduler)
+    assert [request.num_tokens for request in requests] == [20, 20]
+
+
+def test_prefills_go_on_in_the_order_of_priority() -> None:
+    scheduler = scheduler_of(max_tokens=8)
+    scheduler.add(make(0, 20, priority=1))
+    assert step(scheduler) == [[(0, 8, False)]]
+    scheduler.add(make(1, 10))
+    assert step(scheduler) == [[(0, 8, False)]]  # it runs, and leaves nothing for the other
+    assert step(scheduler) == [[(0, 4, True), (1, 4, False)]]
+    assert step(scheduler) == [[(0, 1, True), (1, 6, True)]]
+    scheduler = scheduler_of(max_tokens=8)
+    for request_id, priority in enumerate((1, 0)):
+        scheduler.add(make(request_id, 12, priority=priority))
+    assert step(scheduler) == [[(1, 8, False)]]
+    assert step(scheduler) == [[(1, 4, True), (0, 4, False)]]
+
+
+def test_a_low_priority_waits_as_long_as_others_come_and_no_longer() -> None:
+    scheduler = scheduler_of(max_sequences=1)
+    low = make(0, 3, max_new_tokens=1, priority=1)
+    scheduler.add(make(1, 3, max_new_tokens=1))
+    scheduler.add(low)
+    for request_id in range(2, 30):
+        scheduler.add(make(request_id, 3, max_new_tokens=1))
+        step(scheduler)
+    assert low.num_generated == 0
+    step(scheduler)
+    step(scheduler)
+    assert low.finish_reason == "length"
+
+
+def test_a_step_that_failed_leaves_the_order() -> None:
+    scheduler = scheduler_of(max_sequences=3)
+    for request_id, priority in enumerate((1, 2, 0)):
+        scheduler.add(make(request_id, 3, priority=priority))
+    step(scheduler)
+    scheduler.add(make(3, 3, priority=1))
+    scheduler.start_over()
+    scheduler.check()
+    assert step(scheduler) == [[(2, 4, True), (0, 4, True), (3, 3, True)]]
 
 
 def test_a_second_plan_needs_the_first_one_closed() -> None:
@@ -258,32 +388,36 @@ def test_a_second_plan_needs_the_first_one_closed() -> None:
         scheduler.schedule()
     scheduler.discard(plan)
     with pytest.raises(RuntimeError, match="not the open plan"):
-        scheduler.commit(plan, {0: [1]})
+        book(scheduler, plan, {0: [1]})
     assert step(scheduler) == [[(0, 3, True)]]
     assert scheduler.statistics.steps == 1
 
 
 @pytest.mark.parametrize(
-    ("sampled", "stopped"),
+    ("tokens", "stopped", "failed", "several"),
     [
-        ({}, ()),
-        ({0: [1], 1: [1]}, ()),
-        ({1: [1]}, ()),
-        ({0: [1]}, (1,)),
-        ({0: []}, ()),
-        ({0: [1, 2]}, ()),
-        ({0: []}, (0,)),
+        ([], [], {}, {}),
+        ([1, 1], [False, False], {}, {}),
+        ([1], [False, True], {}, {}),
+        ([1], [False], {1: "broken"}, {}),
+        ([1], [False], {}, {1: [1]}),
+        ([1], [False], {}, {0: []}),
+        ([1], [False], {}, {0: [1, 2]}),
+        ([1], [True], {0: "broken"}, {}),
+        ([1], [False], {0: "broken"}, {0: [1]}),
     ],
 )
-def test_tokens_that_do_not_match_the_plan_change_nothing(sampled: Any, stopped: Any) -> None:
+def test_tokens_that_do_not_match_the_plan_change_nothing(
+    tokens: list[int], stopped: list[bool], failed: Any, several: Any
+) -> None:
     scheduler = scheduler_of(max_tokens=4)
     scheduler.add(make(0, 3))
     scheduler.add(make(1, 3))  # gets one token of its prompt, so it samples nothing
     plan = scheduler.schedule()
     with pytest.raises(ValueError, match="expected"):
-        scheduler.commit(plan, sampled, stopped)
+        scheduler.commit(plan, np.array(tokens), np.array(stopped), failed, several)
     assert [s.request.num_computed for s in plan.sequences] == [0, 0]
-    scheduler.commit(plan, {0: [1]})
+    book(scheduler, plan, {0: [1]})
     assert [s.request.num_computed for s in plan.sequences] == [3, 1]
 
 
@@ -295,7 +429,7 @@ def test_the_stop_of_the_last_token_counts_as_stop() -> None:
     requests = [make(i, 2, max_new_tokens=1) for i in range(2)]
     for request in requests:
         scheduler.add(request)
-    finished = scheduler.commit(scheduler.schedule(), {0: [5], 1: [6]}, stopped={1})
+    finished = book(scheduler, scheduler.schedule(), {0: [5], 1: [6]}, stopped={1})
     assert finished == requests
     assert [r.finish_reason for r in requests] == ["length", "stop"]
     assert [r.generated_token_ids for r in requests] == [[5], [6]]
@@ -322,7 +456,7 @@ def test_abort_works_waiting_running_and_between_schedule_and_commit() -> None:
     plan = scheduler.schedule()
     assert scheduler.abort(0) is requests[0]
     assert scheduler.abort(3) is requests[3]
-    scheduler.commit(plan, {1: [8]})
+    book(scheduler, plan, {1: [8]})
     assert requests[0].finish_reason == "abort" and requests[0].error is None
     assert scheduler.statistics.finished == {"stop": 0, "length": 0, "abort": 2, "error": 0}
     assert requests[0].num_generated == 0 and requests[1].num_generated == 1
@@ -333,7 +467,8 @@ def test_abort_works_waiting_running_and_between_schedule_and_commit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value"), [("pages", [1]), ("num_computed", 9), ("rank", 1), ("arrival", 5)]
+    ("attribute", "value"),
+    [("pages", [1]), ("row", 3), ("rank", 1), ("arrival", 5), ("rows", None)],
 )
 def test_check_notices_books_that_do_not_add_up(attribute: str, value: Any) -> None:
     scheduler = scheduler_of(num_ranks=2, max_tokens=32)
@@ -363,14 +498,14 @@ def test_the_next_step_is_planned_while_the_tokens_are_not_known() -> None:
     second = scheduler.schedule()
     assert shape(second) == [[(0, 1, True), (2, 4, True)]]
     assert [r.num_generated for r in requests] == [1, 1, 0]
-    assert scheduler.commit(first, {0: [5], 1: [6]}) == [requests[1]]
+    assert book(scheduler, first, {0: [5], 1: [6]}) == [requests[1]]
     assert [r.generated_token_ids for r in requests] == [[5], [6], []]
     assert requests[1].finish_reason == "length"
     scheduler.advance(second)
     third = scheduler.schedule()
-    assert scheduler.commit(second, {0: [7], 2: [8]}, stopped={0}) == [requests[0]]
+    assert book(scheduler, second, {0: [7], 2: [8]}, stopped={0}) == [requests[0]]
     scheduler.check()
-    assert scheduler.commit(third, {2: [9]}) == []  # the row of request 0 is dead
+    assert book(scheduler, third, {2: [9]}) == []  # the row of request 0 is dead
     assert [r.generated_token_ids for r in requests] == [[5, 7], [6], [8, 9]]
     assert scheduler.statistics.generated_tokens == 5 and scheduler.statistics.steps == 3
 
@@ -386,7 +521,7 @@ def test_an_abort_takes_back_the_token_that_is_not_known() -> None:
     scheduler.abort(0)
     scheduler.abort(1)
     scheduler.check()
-    assert scheduler.commit(plan, {2: [4]}) == []
+    assert book(scheduler, plan, {2: [4]}) == []
     assert not following.is_dead
     scheduler.abort(2)
     assert following.is_dead
@@ -401,7 +536,7 @@ def test_one_step_ahead_and_no_further() -> None:
     first = scheduler.schedule()
     scheduler.advance(first)
     second = scheduler.schedule()
-    for call in (scheduler.advance, lambda plan: scheduler.commit(plan, {0: [1]})):
+    for call in (scheduler.advance, lambda plan: book(scheduler, plan, {0: [1]})):
         with pytest.raises(RuntimeError, match="advanced before was not committed"):
             call(second)
     scheduler.start_over()
@@ -435,7 +570,7 @@ def test_what_must_preempt_is_not_planned_ahead() -> None:
         if scheduler.must_preempt:
             with pytest.raises(RuntimeError, match="must preempt is not planned"):
                 scheduler.schedule()
-        scheduler.commit(plan, {s.request.request_id: [7] for s in plan.sequences if s.samples})
+        book(scheduler, plan, {s.request.request_id: [7] for s in plan.sequences if s.samples})
     assert scheduler.statistics.preemptions == 0
     step(scheduler)
     assert scheduler.statistics.preemptions == 1
@@ -468,14 +603,10 @@ def test_drafts_are_accepted_as_far_as_they_are_what_was_sampled() -> None:
     assert plan.sequences[0].accept([5, 6, 7, 9]) == [5, 6, 7, 9]
     assert plan.sequences[0].accept([4, 6, 7, 9]) == [4]
     with pytest.raises(ValueError, match="expected some of its drafts"):
-        scheduler.commit(plan, {0: [5, 7, 1], 1: [3]})
-    with pytest.raises(ValueError, match=r"requests \[0\] stopped; expected some of the sampled"):
-        scheduler.commit(plan, {0: [], 1: [3]}, {0})  # by which token?
-    with pytest.raises(ValueError, match=r"requests \[7\] failed; expected some of the sampled"):
-        scheduler.commit(plan, {0: [5], 1: [3]}, (), {7: "broken"})
-    with pytest.raises(ValueError, match=r"got tokens \[3\] of request 1"):
-        scheduler.commit(plan, {0: [5], 1: [3]}, (), {1: "broken"})
-    scheduler.commit(plan, {0: [5, 6, 8], 1: [3]})
+        book(scheduler, plan, {0: [5, 7, 1], 1: [3]})
+    with pytest.raises(ValueError, match="sequence 0 stopped without a token"):
+        book(scheduler, plan, {0: [], 1: [3]}, {0})  # by which token?
+    book(scheduler, plan, {0: [5, 6, 8], 1: [3]})
     assert [r.generated_token_ids for r in requests] == [[7, 5, 6, 8], [7, 3]]
     assert [r.num_uncomputed for r in requests] == [1, 1]
     assert scheduler.statistics.generated_tokens == 6
@@ -487,12 +618,12 @@ def test_a_sequence_with_drafts_may_get_none_and_is_where_it_was() -> None:
     for tokens in ([], [5], []):
         before = list(request.token_ids)
         plan = scheduler.schedule(lambda request: [5] * 9)
-        assert scheduler.commit(plan, {0: tokens}) == []
+        assert book(scheduler, plan, {0: tokens}) == []
         scheduler.check()
         assert request.token_ids == before + tokens and request.num_uncomputed == 1
         assert len(request.pages) == -(-request.num_tokens // 4)
     plan = scheduler.schedule()
-    assert scheduler.commit(plan, {0: []}, (), {0: "broken"}) == [request]
+    assert book(scheduler, plan, {0: []}, (), {0: "broken"}) == [request]
     assert (request.finish_reason, request.error) == ("error", "broken")
     assert request.generated_token_ids == [7, 5]
 
@@ -508,14 +639,14 @@ def test_drafts_take_what_budget_room_and_pages_leave() -> None:
     # Four tokens, of which one is there: two drafts and the one after them.
     plan = scheduler.schedule(lambda request: many if request is young else [])
     assert drafts(plan) == [[(), (9, 9)]]
-    scheduler.commit(plan, {0: [1], 1: [9, 9, 9]})
+    book(scheduler, plan, {0: [1], 1: [9, 9, 9]})
     assert young.finish_reason == "length" and young.num_generated == 4
     few = decoding(make(2, 9), make(3, 1), num_pages=6, max_tokens=30)
     assert free_pages(few) == [1]
     plan = few.schedule(lambda request: many)
     # 10 and 2 tokens in 3 pages and 1: the one left goes to the first.
     assert [len(s.drafts) for s in plan.sequences] == [6, 2]
-    few.commit(plan, {2: [1], 3: [1]})
+    book(few, plan, {2: [1], 3: [1]})
     assert free_pages(few) == [1]
     full = decoding(make(4, 7), max_context=9)
     assert drafts(full.schedule(lambda request: many)) == [[()]]
@@ -529,13 +660,13 @@ def test_no_drafts_beside_a_prompt_and_none_ahead() -> None:
     scheduler.advance(plan)
     with pytest.raises(RuntimeError, match="with drafts no step is planned before"):
         scheduler.schedule(lambda request: [1, 2])
-    scheduler.commit(plan, {0: [1], 1: [1]})
+    book(scheduler, plan, {0: [1], 1: [1]})
     plan = scheduler.schedule(lambda request: [1, 2])
     assert plan.num_drafts == 4
     scheduler.advance(plan)
     with pytest.raises(RuntimeError, match="with drafts no step is planned before"):
         scheduler.schedule()
-    scheduler.commit(plan, {0: [1, 2, 3], 1: [4]})
+    book(scheduler, plan, {0: [1, 2, 3], 1: [4]})
     scheduler.check()
 
 
@@ -551,13 +682,24 @@ class Workload:
     crashes: frozenset[int] = frozenset()  # steps after which all is computed anew
     shared: int = 0  # tokens that all prompts begin with
     prefix_cache: bool = True
+    priorities: tuple[int, ...] = ()  # of the requests in turn; none: all have one
+    told: int = 0  # every so-many-th request wants log-probabilities of its prompt; 0: none
+    deterministic: bool = False
+
+    def priority(self, number: int) -> int:
+        return self.priorities[number % len(self.priorities)] if self.priorities else 0
 
     def make(self) -> tuple[Scheduler, Model, list[Request]]:
         sizes = self.sizes
         model = Model(sizes["num_ranks"], sizes["num_pages"], sizes["page_size"])
         prompts = enumerate(self.requests)
-        requests = [make(i, prompt, new, self.shared) for i, (_, prompt, new) in prompts]
-        return Scheduler(**sizes, prefix_cache=self.prefix_cache), model, requests
+        requests = [
+            make(i, prompt, new, self.shared, self.priority(i)) for i, (_, prompt, new) in prompts
+        ]
+        for request in requests[:: self.told] if self.told else []:
+            request.prompt_logprobs = PromptLogprobs(request.prompt_token_ids, 0)
+        options = dict(prefix_cache=self.prefix_cache, deterministic=self.deterministic)
+        return Scheduler(**sizes, **options), model, requests
 
 
 @st.composite
@@ -583,6 +725,9 @@ def workloads(draw: st.DrawFn) -> Workload:
         crashes=frozenset(draw(st.lists(st.integers(0, 30), max_size=2))),
         shared=draw(st.sampled_from([0, 2, 7, 20])),
         prefix_cache=draw(st.booleans()),
+        priorities=tuple(draw(st.lists(st.integers(-2, 2), max_size=4))),
+        told=draw(st.integers(0, 2)),
+        deterministic=draw(st.booleans()),
     )
 
 
@@ -600,7 +745,7 @@ def commit(scheduler: Scheduler, plan: StepPlan, tokens: dict[int, list[int]]) -
     stopped = {i for i, new in tokens.items() if new and is_end(new[-1])}
     lone = {s.request.request_id for s in plan.sequences if not s.drafts}
     failed = {i: "no token" for i, new in tokens.items() if not new and i in lone}
-    return scheduler.commit(plan, tokens, stopped, failed)
+    return book(scheduler, plan, tokens, stopped, failed)
 
 
 def expected_tokens(request: Request, limit: int) -> tuple[list[int], str]:
@@ -617,7 +762,8 @@ def expected_tokens(request: Request, limit: int) -> tuple[list[int], str]:
             return tokens, "length"
 
 
-def check_plan(plan: StepPlan, sizes: dict[str, int], decoding: list[Request]) -> None:
+def check_plan(plan: StepPlan, load: Workload, decoding: list[Request]) -> None:
+    sizes = load.sizes
     assert max(plan.num_tokens) <= sizes["max_tokens"]
     for index, sequences in enumerate(plan.ranks):
         assert len(sequences) <= sizes["max_sequences"]
@@ -630,8 +776,53 @@ def check_plan(plan: StepPlan, sizes: dict[str, int], decoding: list[Request]) -
             assert s.request.num_computed + s.num_tokens <= room and s.request.rank == index
     planned = [s.request for s in plan.sequences]
     assert len(set(planned)) == len(planned)
-    for request in decoding:  # none waits for a prefill: it is in, or it lost its pages
+    for s in plan.sequences if load.deterministic else ():
+        left = s.request.num_prompt_left
+        assert (s.num_tokens, left) == (1, 0) if plan.with_decodes else s.num_tokens <= left
+    for request in decoding if plan.with_decodes else ():
+        # None waits for a prefill beside it: it is in, or it lost its pages.
         assert request in planned or request.num_computed == 0
+
+
+def check_order(scheduler: Scheduler, plan: StepPlan, were_off: list[Request]) -> None:
+    """The first on each rank moves on, and nothing was admitted before one that waits."""
+    planned = {s.request for s in plan.sequences}
+    for rank in scheduler._ranks:
+        alone = scheduler._deterministic  # of prompts and decodes only one kind is in a step
+        assert not rank.running or alone or rank.running[0] in planned
+        if rank.running:
+            assert rank.running[0] is min(rank.running, key=turn_of)
+    admitted = [r for r in were_off if r.rank is not None]
+    waiting = list(scheduler._waiting)
+    assert (
+        not admitted
+        or not waiting
+        or turn_of(max(admitted, key=turn_of)) < min(map(turn_of, waiting))
+    )
+
+
+def tell_prompts(chunks: list[PromptChunk]) -> None:
+    """What a step told of prompts: as a stand-in the tokens themselves."""
+    for chunk in chunks:
+        if chunk.request.is_finished:
+            continue
+        assert chunk.request.prompt_logprobs is not None
+        after = slice(chunk.tokens.start + 1, chunk.tokens.stop + 1)
+        rows = np.array([[i, 1] for i in chunk.request.prompt_token_ids[after]], np.int32)
+        chunk.request.prompt_logprobs.put(chunk.tokens.start, rows)
+
+
+def check_told(request: Request) -> None:
+    """Of each token once, and of all if it was not ended before."""
+    told, prompt = request.prompt_logprobs, request.prompt_token_ids
+    if told is None:
+        return
+    assert told.is_whole or request.finish_reason == "abort"
+    known = told.read()
+    assert known[0] is None and len(known) == told.num_told + 1
+    values = [np.float32(one.logprob).view(np.int32) for one in known[1:] if one is not None]
+    assert values == list(prompt[1 : len(known)])
+    assert [one.token_id for one in known[1:] if one is not None] == values
 
 
 def guess(request: Request) -> list[int]:
@@ -649,13 +840,13 @@ def propose_to(model: Model, request: Request) -> list[int]:
 
 def simulate_drafts(load: Workload) -> tuple[Scheduler, list[Request]]:
     """Decodes verify drafts, right and wrong ones."""
-    return simulate(load, propose=True)
+    return simulate(replace(load, deterministic=False), propose=True)
 
 
 def simulate(load: Workload, propose: bool = False) -> tuple[Scheduler, list[Request]]:
-    sizes = load.sizes
     scheduler, model, requests = load.make()
     admitted: set[int] = set()
+    waited: list[int] = []  # the oldest, where the step before was of the other kind
     now = 0
     while scheduler.has_work or now <= load.requests[-1][0]:
         for request, (at, _, _) in zip(requests, load.requests, strict=True):
@@ -665,20 +856,29 @@ def simulate(load: Workload, propose: bool = False) -> tuple[Scheduler, list[Req
             if at == now:
                 scheduler.abort(request_id)
         decoding = [r for r in requests if r.rank is not None and not r.is_prefill]
+        were_off = [r for r in requests if r.rank is None]
         plan = scheduler.schedule(partial(propose_to, model) if propose else None)
         scheduler.check()
-        check_plan(plan, sizes, decoding)
-        planned = {s.request.request_id for s in plan.sequences}
-        unfinished = [r.request_id for r in requests if r.arrival is not None and not r.is_finished]
-        assert not unfinished or unfinished[0] in planned, "the oldest request must advance"
-        admitted |= {r.request_id for r in requests if r.rank is not None}
-        skipped = [i for i in range(max(admitted, default=0)) if i not in admitted]
-        assert all(requests[i].is_finished for i in skipped), "admission out of order"
+        check_plan(plan, load, decoding)
+        check_order(scheduler, plan, were_off)
+        if len(set(load.priorities)) < 2:
+            planned = {s.request.request_id for s in plan.sequences}
+            unfinished = [
+                r.request_id for r in requests if r.arrival is not None and not r.is_finished
+            ]
+            waits = [oldest for oldest in unfinished[:1] if oldest not in planned]
+            assert not waits or (load.deterministic and waits != waited), "the oldest must advance"
+            waited = waits
+            admitted |= {r.request_id for r in requests if r.rank is not None}
+            skipped = [i for i in range(max(admitted, default=0)) if i not in admitted]
+            assert all(requests[i].is_finished for i in skipped), "admission out of order"
         if now in load.failures:
             scheduler.discard(plan)
         elif now in load.crashes:
             scheduler.start_over()
         else:
+            model.tell(scheduler, plan)
+            tell_prompts(prompt_chunks(plan))
             tokens = model.run(plan)
             running = [r for r in requests if r.rank is not None]
             finished = commit(scheduler, plan, tokens)
@@ -691,16 +891,18 @@ def simulate(load: Workload, propose: bool = False) -> tuple[Scheduler, list[Req
 
 def simulate_ahead(load: Workload) -> tuple[Scheduler, list[Request]]:
     """Each step is run before the tokens of the one before are committed, unless it preempts."""
-    sizes = load.sizes
     scheduler, model, requests = load.make()
 
     def dispatch(before: Dispatched | None = None) -> Dispatched | None:
         decoding = [r for r in requests if r.rank is not None and not r.is_prefill]
+        were_off = [r for r in requests if r.rank is None]
         plan = scheduler.schedule()
         scheduler.check()
-        check_plan(plan, sizes, decoding)
+        check_plan(plan, load, decoding)
+        check_order(scheduler, plan, were_off)
         if plan.sequences:
-            return Dispatched(plan, model.run(plan, before))
+            model.tell(scheduler, plan)
+            return Dispatched(plan, model.run(plan, before), prompt_chunks(plan))
         scheduler.discard(plan)
         return None
 
@@ -723,6 +925,7 @@ def simulate_ahead(load: Workload) -> tuple[Scheduler, list[Request]]:
                 scheduler.start_over()
                 following = None
             else:
+                tell_prompts(step.chunks)
                 commit(scheduler, step.plan, {i: t for i, t in step.tokens.items() if i in live})
             scheduler.check()
         if following is not None and (following.plan.is_dead or now in load.failures):
@@ -749,6 +952,7 @@ def test_every_request_finishes_with_exactly_its_tokens(load: Workload, run: Any
             assert (request.token_ids, request.finish_reason) == (tokens, reason)
             assert request.error == ("no token" if reason == "error" else None)
         assert request.rank is None and request.pages == []
+        check_told(request)
     assert free_pages(scheduler) == [sizes["num_pages"] - 1] * sizes["num_ranks"]
     statistics = scheduler.statistics
     assert statistics.generated_tokens == sum(r.num_generated for r in requests)
@@ -758,12 +962,15 @@ def test_every_request_finishes_with_exactly_its_tokens(load: Workload, run: Any
     assert sum(statistics.finished.values()) == len(requests)
 
 
+@pytest.mark.parametrize("priorities", [(), (0, 2, -1, 1)], ids=["equal", "priorities"])
 @pytest.mark.parametrize("run", [simulate, simulate_ahead, simulate_drafts])
-def test_a_crowded_pool_preempts_and_still_serves_all(run: Any) -> None:
+def test_a_crowded_pool_preempts_and_still_serves_all(
+    run: Any, priorities: tuple[int, ...]
+) -> None:
     sizes = {"num_ranks": 2, "num_pages": 9, "page_size": 2, "max_sequences": 4}
     sizes |= {"max_tokens": 6, "max_context": 16}
     load = Workload(sizes, [(i % 3, 1 + i % 5, 15) for i in range(3)] * 8, [])
-    load = Workload(sizes, sorted(load.requests), [])
+    load = Workload(sizes, sorted(load.requests), [], priorities=priorities)
     scheduler, requests = run(load)
     assert scheduler.statistics.preemptions > 5
     assert all(r.token_ids == expected_tokens(r, 16)[0] for r in requests)
