@@ -3,11 +3,11 @@
     python benchmarks/decode.py --model DIR [--repeats 3] [--json FILE]
 
 Two loads: one request, and 16 requests of mixed lengths, spread evenly on a logarithmic scale as
-real requests roughly are: many short, a few long. Subjects: tbo_jax with USE_TBO=0 and with
-USE_TBO=1, and, if it is installed, transformers on the same weights in float32, greedy, with its
-key/value cache, as one left-padded batch that ends with its longest request. All subjects make the
-tokens that were asked for (no end-of-sequence stop), and only those count. Medians over the
-repeats, the subjects in turn.
+real requests roughly are: many short, a few long. Subjects: tbo_jax with USE_TBO=0, the same with
+deterministic=True, with USE_TBO=1, and, if it is installed, transformers on the same weights in
+float32, greedy, with its key/value cache, as one left-padded batch that ends with its longest
+request. All subjects make the tokens that were asked for (no end-of-sequence stop), and only those
+count. Medians over the repeats, the subjects in turn.
 
 On CPU XLA runs collectives in line with compute: USE_TBO=1 shows what splitting costs there, not
 what overlap gains.
@@ -37,6 +37,7 @@ from rich.table import Table
 from tbo_jax import LLM, OverlapConfig, SamplingParams
 from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.host.progress import progress_bar
+from tbo_jax.overlap.config import Mode
 
 Load = list[tuple[list[int], int]]  # prompt token ids, tokens to generate
 
@@ -77,13 +78,14 @@ def make_loads(args: Arguments, vocabulary: int) -> dict[str, Load]:
     return {"1 request": [(prompt(16), args.new_tokens)], f"{args.requests} requests": mixed}
 
 
-def tbo_subject(args: Arguments, use_tbo: bool) -> Callable[[Load], None]:
+def tbo_subject(args: Arguments, mode: Mode, deterministic: bool) -> Callable[[Load], None]:
     """Our engine; compiles now."""
     llm = LLM(
         args.model,
         devices=1,
         dtype="float32",
-        overlap=OverlapConfig("on" if use_tbo else "off"),
+        overlap=OverlapConfig(mode),
+        deterministic=deterministic,
         max_context=1024,
         max_sequences=args.requests,
         prefix_cache=False,  # the loads are repeated
@@ -202,7 +204,11 @@ def machine() -> str:
 
 def main(args: Arguments) -> None:
     console = Console()
-    subjects = {f"tbo_jax, USE_TBO={int(on)}": tbo_subject(args, on) for on in (False, True)}
+    subjects = {
+        "tbo_jax, USE_TBO=0": tbo_subject(args, "off", False),
+        "tbo_jax, USE_TBO=0, deterministic": tbo_subject(args, "off", True),
+        "tbo_jax, USE_TBO=1": tbo_subject(args, "on", False),
+    }
     if args.transformers:
         found = transformers_subject(args)
         if not found:
