@@ -166,8 +166,8 @@ def bytes_beside_cache(
         masks = TokenMasks(runner.mesh, vocabulary)
         tables = options.table_bytes
     taken = [0]
-    runner = with_sampling(runner, max_sequences)
-    program = SampledSteps.of(runner, max_sequences)
+    runner = with_sampling(runner, max_sequences, drafts > 0)
+    program = SampledSteps.of(runner, max_sequences, drafts > 0)
     for bucket in (*verify[-1:], *prefill[-1:]):
         beside = []
         if options is not None and masks is not None:
@@ -176,7 +176,7 @@ def bytes_beside_cache(
             beside.append(compile_sample_again(runner.mesh, program, bucket, vocabulary))
         steps = [runner.compile(bucket)]
         if max_prompt_logprobs is not None and not bucket.decode:
-            describing = describing_prompts(runner, max_sequences, max_prompt_logprobs)
+            describing = describing_prompts(runner, program, max_prompt_logprobs)
             steps.append(describing.compile(bucket, runner.micro_batches(bucket)))
         taken += [_bytes_beside([step, *beside]) for step in steps]
     return runner.largest_weight + tables + max(taken)

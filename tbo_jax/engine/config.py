@@ -54,7 +54,7 @@ class EngineConfig:
     """Round what travels to the experts to 8 bits, with a scale for each token: half the bytes of
     bfloat16, and other text."""
     look_ahead: bool | None = None
-    """Dispatch a step before the tokens of the last one are read; default: unless speculate."""
+    """Dispatch a step before the tokens of the last one are read; default: yes."""
     speculate: int = 0
     """Verify up to so many draft tokens of a sequence in a step, guessed from its text; 0: none."""
     prefix_cache: bool = True
@@ -123,30 +123,22 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value!r}: expected one of {known}")
         if self.overlap is not None and not isinstance(self.overlap, OverlapConfig):
             raise ValueError(f"overlap is {self.overlap!r}: expected an OverlapConfig or None")
-        takes_drafts(self.speculate, self.max_batched_tokens, self.look_ahead, self.deterministic)
+        check_drafts(self.speculate, self.max_batched_tokens, self.deterministic)
 
 
-def takes_drafts(
-    speculate: int, max_batched_tokens: int, look_ahead: bool | None, deterministic: bool = False
-) -> bool:
-    """Whether decodes verify drafts: `speculate` of them beside the token that is due.
+def check_drafts(speculate: int, max_batched_tokens: int, deterministic: bool = False) -> None:
+    """Check the number of drafts that decodes verify beside the token that is due.
 
     Raises:
         ValueError: a step of `max_batched_tokens` has no room for them, or they go with
-            `look_ahead` or `deterministic`.
+            `deterministic`.
     """
     if whole_number("speculate", speculate, 0) >= max_batched_tokens:
         raise ValueError(
             f"speculate is {speculate}: expected less than max_batched_tokens, {max_batched_tokens}"
-        )
-    if speculate and look_ahead:
-        raise ValueError(
-            f"look_ahead with speculate={speculate}: expected one of them, as drafts need the "
-            "tokens of the last step"
         )
     if speculate and deterministic:
         raise ValueError(
             f"deterministic=True with speculate={speculate}: expected one of them, as steps that "
             "verify drafts are programs of another shape"
         )
-    return speculate > 0

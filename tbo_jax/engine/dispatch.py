@@ -16,6 +16,7 @@ from tbo_jax.attention.buffers import AttentionBuffers
 from tbo_jax.engine.auto.decide import Decision, decide
 from tbo_jax.engine.auto.trial import Timer
 from tbo_jax.engine.option_rows import OptionRows, Options
+from tbo_jax.engine.prompt_lookup import TO_FIND
 from tbo_jax.engine.row_state import (
     CONTEXT,
     LAST_TOKEN,
@@ -43,6 +44,8 @@ from tbo_jax.parallel.sharding import RANKS
 from tbo_jax.sampling.draw import SamplingInputs
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket, sizes_between
+
+MOST_NUMBERS = 2**17  # of rows that change, sent at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ def prompt_chunks(plan: StepPlan) -> list[PromptChunk]:
     """What the requests of a step want to be told of their prompts."""
     chunks = []
     for rank, prefills in enumerate(plan.prefills):
-        slot = int(plan.num_decodes[rank])
+        slot = int(plan.num_decodes[rank] + plan.num_drafts[plan.sampled.ranks == rank].sum())
         for sequence in prefills:
             request, start = sequence.request, sequence.request.num_computed
             if request.prompt_logprobs is not None:
@@ -111,19 +114,23 @@ class DispatchedStep:
     plan: StepPlan
     bucket: Bucket
     tokens: jax.Array  # [R, S] int32, the last token of each sequence
-    readable: jax.Array  # [R, B] int32, for the host, or with drafts [R, T]; with `NOT_FINITE`
+    readable: jax.Array  # [R, L] int32, for the host: rows of the logits; with `NOT_FINITE`
+    counts: jax.Array | None  # [R, B] int32, of a bucket with drafts: how many of these stand
     ahead: bool  # the tokens of the step before were not read yet
-    described: jax.Array | None = None  # [R, B or T, ...] int32, where log-probabilities are wanted
+    described: jax.Array | None = None  # [R, L, ...] int32, where log-probabilities are wanted
     prompts: PromptChunks | None = None  # where log-probabilities of prompts are wanted
 
-    def read(self) -> np.ndarray:
-        """Wait for the tokens [N] that the sequences of `plan.sampled` sample; int32.
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for the tokens that the sequences of `plan.sampled` sample.
 
-        With drafts they are [N, 1 + drafts of the bucket]: the one after the last token and those
-        after each draft; what is beyond the drafts of a sequence means nothing. `NOT_FINITE`
-        stands where logits were not.
+        Returns:
+            Tokens [N, 1 + drafts of the bucket] int32, the one after the last token and those after
+            each draft, `NOT_FINITE` where logits were not; and how many of them stand, [N] int32.
         """
-        return self._of_sampled(np.asarray(self.readable))
+        of, tokens = self.plan.sampled, self._of_sampled(np.asarray(self.readable))
+        if self.counts is None:
+            return tokens, np.ones(len(of), np.int32)
+        return tokens, np.asarray(self.counts)[of.ranks, of.places]
 
     def read_described(self) -> np.ndarray | None:
         """Wait for the log-probabilities of each token that `read` gives; None without any.
@@ -133,13 +140,12 @@ class DispatchedStep:
         return None if self.described is None else self._of_sampled(np.asarray(self.described))
 
     def _of_sampled(self, values: np.ndarray) -> np.ndarray:
-        """Rows of the logits [R, B, ...] -> of the sequences [N, ...]."""
-        of = self.plan.sampled
-        if not self.bucket.drafts:
-            found: np.ndarray = values[of.ranks, of.places]
-            return found
-        slots = self.plan.logit_rows[:, None] + np.arange(1 + self.bucket.drafts)
-        return values[of.ranks[:, None], np.minimum(slots, values.shape[1] - 1)]
+        """Rows of the logits [R, L, ...] -> of the sequences [N, 1 + drafts, ...]."""
+        of, shape = self.plan.sampled, (self.bucket.sequences, 1 + self.bucket.drafts)
+        found: np.ndarray = values.reshape(len(values), *shape, *values.shape[2:])[
+            of.ranks, of.places
+        ]
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +161,7 @@ class _DecodesOnly:
         """Whether the same rows decode, and nothing else is computed."""
         return (
             bucket == self.bucket
-            and not (plan.drafts or any(plan.prefills))
+            and not (plan.has_drafts or any(plan.prefills))
             and np.array_equal(plan.sampled.ranks, self.sampled.ranks)
             and np.array_equal(plan.sampled.rows, self.sampled.rows)
         )
@@ -174,7 +180,7 @@ def buckets_of(
         for n in sizes_between(1, max_sequences, 4)
         if drafts
     ]
-    prefill = [Bucket(n, max_sequences) for n in sizes_between(16, max_tokens, 4)]
+    prefill = [Bucket(n, max_sequences, drafts=drafts) for n in sizes_between(16, max_tokens, 4)]
     if one_of_each:
         return decode[-1:], verify[-1:], prefill[-1:]
     return decode, verify, prefill
@@ -187,7 +193,7 @@ class Dispatcher:
     memory for that.
 
     Every step has the shape of one of a few buckets, all compiled by `compile_all`. A step with one
-    token a sequence takes the smallest decode bucket that holds its rows, one with drafts the
+    token a sequence takes the smallest decode bucket that holds its rows, one with drafts too the
     smallest verify bucket, any other the smallest prefill bucket that holds its tokens. The bucket
     is chosen from the counts of all ranks, so that all of them run the same program. With a
     deterministic runner there is one decode bucket, which steps with decodes take, and one prefill
@@ -204,6 +210,7 @@ class Dispatcher:
         drafts: int = 0,
         max_logprobs: int | None = None,
         max_prompt_logprobs: int | None = None,
+        finds_drafts: bool = False,
     ) -> None:
         """Args:
         runner: compiles and runs the step.
@@ -212,16 +219,17 @@ class Dispatcher:
         max_logprobs: of options of requests (`OptionRows`); None: no request has any.
         max_prompt_logprobs: how many of the most probable tokens are told with those of a
             prompt; None: no request wants log-probabilities of its prompt.
+        finds_drafts: whether the device finds drafts; for others they are in the plans.
         """
-        self.runner = with_sampling(runner, max_sequences)
+        self.runner = with_sampling(runner, max_sequences, finds_drafts)
         self.max_sequences = max_sequences
-        self._program = SampledSteps.of(runner, max_sequences)
+        self._program = SampledSteps.of(runner, max_sequences, finds_drafts)
         self._decode_buckets, self._verify_buckets, self._prefill_buckets = buckets_of(
             runner.cache.max_tokens, max_sequences, drafts, runner.deterministic
         )
         self._describing = None
         if max_prompt_logprobs is not None:
-            self._describing = describing_prompts(self.runner, max_sequences, max_prompt_logprobs)
+            self._describing = describing_prompts(self.runner, self._program, max_prompt_logprobs)
         self._allocated: AttentionBuffers | None = None
         self._state: RowState | None = None
         self._change_rows: tuple[jax.stages.Compiled, RowState] | None = None
@@ -312,25 +320,33 @@ class Dispatcher:
         if options:
             assert self._options is not None
             fed = None if before is None else before.tokens
-            logits = self._options.change(plan, options, logits, fed)
+            logits = self._options.change(plan, options, logits, fed, 1 + bucket.drafts)
         if structures:
             assert self._masks is not None
-            logits = self._masks.change(plan, structures, logits)
+            logits = self._masks.change(plan, structures, logits, 1 + bucket.drafts)
         if logits is not outputs.logits:
-            inputs = needed_again(bucket, started.inputs)
-            outputs = self._sampler(bucket)(started.state, inputs, logits)
+            given = [started.state, needed_again(started.inputs), logits]
+            given += [outputs.drafts] if bucket.drafts else []
+            outputs = self._sampler(bucket)(*given)
         if options:
             assert self._options is not None
             logits = started.outputs.logits  # those of the model
             described = self._options.describe(plan, options, logits, outputs.readable)
         self._state = outputs.state
         of_prompts = None if prompts is None else prompts.described
-        for array in (outputs.readable, described, of_prompts):
+        for array in (outputs.readable, outputs.counts, described, of_prompts):
             if array is not None:
                 array.copy_to_host_async()  # while the next step runs
         ahead = before is not None
         return DispatchedStep(
-            plan, bucket, outputs.tokens, outputs.readable, ahead, described, prompts
+            plan,
+            bucket,
+            outputs.tokens,
+            outputs.readable,
+            outputs.counts,
+            ahead,
+            described,
+            prompts,
         )
 
     def bucket_of(self, plan: StepPlan, prefill: bool = False) -> Bucket:
@@ -339,16 +355,14 @@ class Dispatcher:
         With `prefill` it is that of a prefill, also where each sequence has but one token.
         """
         rows, tokens = plan.num_sequences.max(), plan.num_tokens.max()
-        if plan.drafts:
-            fits = (b for b in self._verify_buckets if b.sequences >= rows and b.tokens >= tokens)
-            return next(fits)
         if self.runner.deterministic:
             decodes = plan.with_decodes
         else:
             prefills = [one for rank in plan.prefills for one in rank]
             decodes = not prefill and all(one.num_tokens == 1 for one in prefills)
         if decodes:
-            return next(b for b in self._decode_buckets if b.sequences >= rows)
+            shaped = self._verify_buckets if plan.has_drafts else self._decode_buckets
+            return next(b for b in shaped if b.sequences >= rows and b.tokens >= tokens)
         return next(b for b in self._prefill_buckets if b.tokens >= tokens)
 
     def recover(self) -> None:
@@ -388,7 +402,8 @@ class Dispatcher:
         ranks, at = np.nonzero(rows.stale)
         requests = rows.requests[ranks, at].tolist()
         numbers = np.zeros((len(requests), SAMPLING.stop), np.int32)
-        numbers[:, CONTEXT] = [request.num_computed for request in requests]
+        # The device is ahead where the last token is not read, and knows all but the pages.
+        numbers[:, CONTEXT] = [-1 if r.has_unread else r.num_computed for r in requests]
         numbers[:, TOKEN] = [request.token_ids[-1] for request in requests]
         numbers[:, SAMPLING] = SamplingInputs.from_rows(
             [request.params for request in requests],
@@ -399,14 +414,17 @@ class Dispatcher:
         count = self._rows_at_a_time
         place = np.arange(len(ranks)) - np.searchsorted(ranks, ranks)  # on its rank
         for first in range(0, int(place.max()) + 1, count):
-            shapes = stacked(self._program.ranks, RowChanges.shapes(count, self.runner.cache))
-            changes = zeros(shapes)
+            shapes = RowChanges.shapes(count, self._program.state_shapes)
+            changes = zeros(stacked(self._program.ranks, shapes))
             changes.rows[:] = self.max_sequences
             for number in np.flatnonzero((place >= first) & (place < first + count)).tolist():
                 to, pages = (ranks[number], place[number] - first), requests[number].pages
                 changes.rows[to] = at[number]
                 changes.numbers[to] = numbers[number]
                 changes.pages[to][: len(pages)] = pages
+                if changes.history is not None and numbers[number, CONTEXT] >= 0:
+                    known = requests[number].token_ids
+                    changes.history[to][: len(known)] = known
             yield changes
 
     def _inputs(
@@ -420,7 +438,7 @@ class Dispatcher:
         else:
             tokens, layout = self._layout(plan, bucket)
             self._decodes_only = None
-            if not (plan.drafts or any(plan.prefills)):
+            if not (plan.has_drafts or any(plan.prefills)):
                 self._decodes_only = _DecodesOnly(bucket, of, tokens, layout)
         shape = StepInputs.shapes(bucket, self.runner.cache).new_pages.shape
         new_pages = np.zeros((self._program.ranks, *shape), np.int32)
@@ -450,16 +468,25 @@ class Dispatcher:
         layout[of.ranks, 0, of.places] = 1
         layout[of.ranks, 1, of.places] = of.rows
         layout[of.ranks, 2, of.places] = 1
-        for number, drafts in plan.drafts.items():
-            layout[of.ranks[number], 0, of.places[number]] += len(drafts)
-        starts = np.cumsum(layout[:, 0], axis=1) - layout[:, 0]
-        for number, drafts in plan.drafts.items():
-            rank = of.ranks[number]
-            start = starts[rank, of.places[number]] + 1
-            tokens[rank, start : start + len(drafts)] = drafts
+        starts = plan.num_decodes.copy()  # of the prefills
+        if plan.has_drafts:
+            layout[of.ranks, 0, of.places] += plan.num_drafts
+            layout[of.ranks, 3, of.places] = plan.num_drafts
+            ends = np.cumsum(layout[:, 0], axis=1)
+            numbers = np.flatnonzero(plan.num_drafts)
+            first = (ends - layout[:, 0])[of.ranks[numbers], of.places[numbers]] + 1
+            for place in range(int(plan.num_drafts.max())):
+                more = plan.num_drafts[numbers] > place
+                tokens[of.ranks[numbers[more]], first[more] + place] = TO_FIND
+            for number, start in zip(numbers.tolist(), first.tolist(), strict=True):
+                if number in plan.proposed:
+                    drafts = plan.proposed[number]
+                    tokens[of.ranks[number], start : start + len(drafts)] = drafts
+            decodes = np.maximum(plan.num_decodes - 1, 0)
+            starts = np.where(plan.num_decodes > 0, ends[np.arange(len(ends)), decodes], 0)
         for rank, prefills in enumerate(plan.prefills):
-            start = plan.num_decodes[rank]
-            for place, sequence in enumerate(prefills, start):
+            start = starts[rank]
+            for place, sequence in enumerate(prefills, plan.num_decodes[rank]):
                 row, count = sequence.request.row, sequence.num_tokens
                 layout[rank, :2, place] = count, row
                 tokens[rank, start : start + count] = sequence.token_ids
@@ -489,12 +516,12 @@ class Dispatcher:
 
     @property
     def _rows_at_a_time(self) -> int:
-        return min(self.max_sequences, 16)
+        columns = sum(leaf.shape[1] for leaf in jax.tree.leaves(self._program.state_shapes))
+        return min(self.max_sequences, 16, max(1, MOST_NUMBERS // columns))
 
     def _sampler(self, bucket: Bucket) -> jax.stages.Compiled:
-        """For steps whose logits are changed; without drafts it does not depend on the slots."""
-        if not bucket.drafts:
-            bucket = Bucket(bucket.sequences, bucket.sequences, True)
+        """For steps whose logits are changed; it does not depend on their token slots."""
+        bucket = Bucket(bucket.sequences, bucket.sequences, True, bucket.drafts)
         if bucket not in self._samplers:
             vocabulary = self.runner.config.vocab_size
             self._samplers[bucket] = compile_sample_again(

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from tbo_jax.engine.auto.trial import Timer
-from tbo_jax.engine.config import takes_drafts
+from tbo_jax.engine.config import check_drafts
 from tbo_jax.engine.dispatch import DispatchedStep, Dispatcher, StartedStep
-from tbo_jax.engine.prompt_lookup import prompt_lookup
 from tbo_jax.engine.request_options import RequestOptions, check_prompt_logprobs, request_options
-from tbo_jax.engine.scheduling.plan import StepPlan, accepted
+from tbo_jax.engine.scheduling.plan import StepPlan
 from tbo_jax.engine.scheduling.request import FinishReason, Request, checked_priority
 from tbo_jax.engine.scheduling.scheduler import Scheduler
 from tbo_jax.engine.sharing import FairLock
@@ -65,7 +64,6 @@ class _Running:
     owner: Hashable
     options: RequestOptions | None
     structure: Structure | None
-    takes_drafts: bool
     text: str = ""  # when it has ended
 
 
@@ -76,6 +74,7 @@ class _Sampled:
     tokens: list[int]
     text: list[str]  # of each token
     is_over: bool = False
+    is_redone: bool = False  # the device went on from a token that does not count
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None  # of each token
 
@@ -94,10 +93,11 @@ class Engine:
     are sampled once those of the first are known: what is allowed depends on them.
 
     With `speculate` a decode verifies draft tokens beside the one that is due, and keeps as many as
-    are the tokens that decoding one by one gives (`ScheduledSequence.accept`), greedy or drawn. The
-    drafts follow from tokens on the host, so that there is no look-ahead then; and steps that
-    compute prompts have none. Tokens and text are those of an engine without it, as far as
-    rounding goes: programs of another shape may sum in another order.
+    are the tokens that decoding one by one gives, greedy or drawn. The device finds the drafts in
+    the text so far (`prompt_lookup`), so that look-ahead goes on: the host learns of a step what
+    stands while the next one runs. Tokens and text are those of an engine without it, as far as
+    rounding goes: programs of another shape may sum in another order. Requests with penalties
+    have no drafts.
 
     With `prefix_cache` a prompt that begins like another one takes the full pages of keys and
     values that are there (`Scheduler`). Tokens and text are those of an engine without it, again as
@@ -117,7 +117,7 @@ class Engine:
         max_context: int,
         look_ahead: bool | None = None,
         speculate: int = 0,
-        propose: Callable[[Sequence[int], int], Sequence[int]] = prompt_lookup,
+        propose: Callable[[Sequence[int], int], Sequence[int]] | None = None,
         prefix_cache: bool = True,
         max_logprobs: int | None = None,
         max_prompt_logprobs: int | None = None,
@@ -129,10 +129,10 @@ class Engine:
         max_sequences: most sequences of one step on one rank.
         max_context: most tokens of a request, prompt and generated together.
         look_ahead: dispatch a step before the tokens of the one before are read, except where it
-            has to preempt. Default: unless `speculate`.
+            has to preempt. Default: unless `propose` is given.
         speculate: most draft tokens that a decode verifies; 0: none.
-        propose: (tokens of a request, N) -> drafts of the next ones, ids of the vocabulary; of
-            more than N the first N count.
+        propose: finds drafts in place of the device, and on the host: (tokens of a request, N) ->
+            drafts of the next ones, ids of the vocabulary; of more than N the first N count.
         prefix_cache: find the pages of earlier requests again.
         max_logprobs: most `logprobs` that a request may ask for; None: neither these nor any other
             option that changes logits.
@@ -140,16 +140,22 @@ class Engine:
 
         Raises:
             ValueError: `speculate` is negative, more than a step has tokens for, or together with
-                `look_ahead` or a deterministic runner; the runner's batches hold more than tokens.
+                a deterministic runner; `look_ahead` together with `propose`; the runner's batches
+                hold more than tokens.
         """
         if runner.inputs != Inputs():
             raise ValueError(f"the runner has {runner.inputs}: an engine makes batches of tokens")
-        drafts = takes_drafts(speculate, runner.cache.max_tokens, look_ahead, runner.deterministic)
+        check_drafts(speculate, runner.cache.max_tokens, runner.deterministic)
+        if look_ahead and propose is not None:
+            raise ValueError(
+                "look_ahead=True with propose: expected one of them, as it is given the tokens of "
+                "the last step"
+            )
         self.tokenizer = tokenizer
         self.end_of_sequence = end_of_sequence
         self.max_sequences = max_sequences
         self.max_context = max_context
-        self.look_ahead = not drafts if look_ahead is None else look_ahead
+        self.look_ahead = propose is None if look_ahead is None else look_ahead
         self.speculate = speculate
         self.max_logprobs = max_logprobs
         self.max_prompt_logprobs = max_prompt_logprobs
@@ -164,10 +170,16 @@ class Engine:
             max_context,
             prefix_cache,
             runner.deterministic,
+            speculate if propose is None else 0,
         )
         self.statistics = EngineStatistics()
         self._dispatcher = Dispatcher(
-            runner, max_sequences, speculate, max_logprobs, max_prompt_logprobs
+            runner,
+            max_sequences,
+            speculate,
+            max_logprobs,
+            max_prompt_logprobs,
+            finds_drafts=speculate > 0 and propose is None,
         )
         self.runner = self._dispatcher.runner
         self._dispatched: DispatchedStep | None = None  # ahead, its tokens not read
@@ -265,14 +277,15 @@ class Engine:
         told = None
         if params.prompt_logprobs is not None:
             told = PromptLogprobs(ids, params.prompt_logprobs)
+        # What a draft would be judged by depends on the drafts before it, where tokens count.
+        drafts = options is None or not options.counts
+        drafts = drafts and (structure is None or structure.takes_drafts)
         with self._lock:
-            request = Request(self._next_id, ids, params, salt, seed, flags, priority, told)
+            request = Request(self._next_id, ids, params, salt, seed, flags, priority, told, drafts)
             self.scheduler.add(request)
             self._next_id += 1
-            # What a draft would be judged by depends on the drafts before it, where tokens count.
-            drafts = options is None or not options.counts
             self._running[request.request_id] = _Running(
-                request, running_stream, owner, options, structure, drafts
+                request, running_stream, owner, options, structure
             )
             if options is not None:
                 self._with_options[request.request_id] = options
@@ -425,7 +438,7 @@ class Engine:
 
     def _start(self, before: DispatchedStep | None = None) -> StartedStep | None:
         """Plan and start the next step; None if there is nothing to compute."""
-        plan = self.scheduler.schedule(self._draft if self.speculate else None)
+        plan = self.scheduler.schedule(None if self._propose is None else self._draft)
         if not plan.has_work:
             self.scheduler.discard(plan)
             return None
@@ -433,8 +446,11 @@ class Engine:
 
     def _needs_tokens(self, plan: StepPlan) -> bool:
         """Whether it cannot be sampled before the tokens of the step before are read."""
-        structured = plan.sampled_of(self._structures) if self._structures else ()
-        return any(one.request.has_unread for one in structured)
+        if self._structures and plan.has_unread(self._structures):
+            return True
+        # With drafts it is not known how many tokens a request has.
+        changing = [i for i, one in self._with_options.items() if one.changes_logits]
+        return self.speculate > 0 and plan.has_unread(changing)
 
     def _sample(self, started: StartedStep | None) -> DispatchedStep | None:
         if started is None:
@@ -448,11 +464,10 @@ class Engine:
         return {i: one for i, one in of.items() if running[i].request.row is not None}
 
     def _draft(self, request: Request) -> Sequence[int]:
-        running = self._running[request.request_id]
-        if not running.takes_drafts:
-            return ()
+        assert self._propose is not None
+        structure = self._running[request.request_id].structure
         drafts = self._propose(request.token_ids, self.speculate)[: self.speculate]
-        return drafts if running.structure is None else running.structure.acceptable(drafts)
+        return drafts if structure is None else structure.acceptable(drafts)
 
     def _drop_dead_step(self) -> None:
         """Do not wait for a step of which nothing is wanted any more."""
@@ -486,70 +501,71 @@ class Engine:
         """
         if step.prompts is not None:
             step.prompts.read()
-        plan, of = step.plan, step.plan.sampled
-        read, described = step.read(), step.read_described()
-        tokens = read if read.ndim == 1 else read[:, 0].copy()
+        plan, of, stats = step.plan, step.plan.sampled, self.statistics
+        (tokens, counts), described = step.read(), step.read_described()
         wanted, flags = self.scheduler.awaits(plan)
-        single = (flags & SINGLE > 0) | (tokens == NOT_FINITE)
-        single[list(plan.drafts)] = True
+        last = tokens[np.arange(len(of)), np.maximum(counts - 1, 0)]
+        single = (flags & SINGLE > 0) | (last == NOT_FINITE)
         plain = wanted & ~single
-        stopped = plain & (flags & IGNORES_EOS == 0) & self._ends[tokens]
-        count = int(plain.sum())
-        self.statistics.sampled_rows += count
-        self.statistics.generated_tokens += count - int(stopped.sum())
+        ends = self._ends[tokens] & (np.arange(tokens.shape[1]) < counts[:, None])
+        stopped = plain & (flags & IGNORES_EOS == 0) & ends.any(axis=1)
+        counts = np.where(stopped, ends.argmax(axis=1) + 1, counts)
+        stats.sampled_rows += int(plain.sum())
+        stats.generated_tokens += int(counts[plain].sum() - stopped.sum())
+        stats.accepted_tokens += int(counts[plain].sum() - plain.sum())
+        stats.drafted_tokens += int(plan.num_drafts[wanted].sum())
 
         looked_at: dict[int, _Sampled] = {}
         for number in np.flatnonzero(wanted & single).tolist():
-            request, drafts = of.requests[number], plan.drafts.get(number, ())
-            candidates = np.atleast_1d(read[number]).tolist()
-            told = None if described is None else described[number].reshape(len(candidates), -1)
-            found = looked_at[number] = self._look_at(request, drafts, candidates, told)
-            stopped[number] = found.is_over
-            if len(found.tokens) == 1:
-                tokens[number] = found.tokens[0]
+            request, new = of.requests[number], tokens[number, : counts[number]].tolist()
+            told = None if described is None else described[number]
+            found = self._look_at(request, bool(plan.num_drafts[number]), new, told)
+            stopped[number], counts[number] = found.is_over, len(found.tokens)
+            looked_at[number] = found
         finished = self.scheduler.commit(
             plan,
             tokens,
+            counts,
             stopped,
             {n: found.error for n, found in looked_at.items() if found.error is not None},
-            {n: found.tokens for n, found in looked_at.items() if len(found.tokens) != 1},
+            [number for number, found in looked_at.items() if found.is_redone],
         )
-        looked = {of.request_ids[number] for number in looked_at}
-        rest = {
-            request.request_id: self._finish(request, request.request_id in looked)
-            for request in finished
-        }
+        rest: dict[int, list[str]] = {}  # of requests that end, by token that is not told yet
+        for request in finished:
+            (number,) = np.flatnonzero(of.request_ids == request.request_id).tolist()
+            is_told = number in looked_at or request.flags & QUIET
+            new = [] if is_told else tokens[number, : counts[number]].tolist()
+            rest[request.request_id] = self._finish(request, new)
 
         streaming = plain & (flags & QUIET == 0)
         if streaming.any():
-            self._tell(of.request_ids[streaming], tokens[streaming], rest)
+            each = np.arange(tokens.shape[1]) < counts[streaming, None]
+            request_ids = np.repeat(of.request_ids[streaming], counts[streaming])
+            self._tell(request_ids, tokens[streaming][each], rest)
         for number, found in looked_at.items():
             self._tell_one(of.requests[number], found, rest)
         for request_id, text in rest.items():  # of those of which nothing was told yet
             reason = self._running[request_id].request.finish_reason
-            self._give(TokenEvent(request_id, None, text, reason))
+            self._give(TokenEvent(request_id, None, "".join(text), reason))
 
     def _look_at(
         self,
         request: Request,
-        drafts: Sequence[int],
-        candidates: Sequence[int],
+        had_drafts: bool,
+        new: list[int],
         described: np.ndarray | None,
     ) -> _Sampled:
-        """The new tokens of a request, of those sampled after its last one and each draft."""
+        """What counts of the new tokens of a request, [W], with what is told of each [W, ...]."""
         running = self._running[request.request_id]
-        new = accepted(drafts, candidates)
-        stand = len(new)  # as the device takes them
-        error, structure = None, running.structure
+        error, structure, is_redone = None, running.structure, False
         if structure is not None and structure.error is not None:
             new = []
         elif new[-1] == NOT_FINITE:
-            new.pop()
-            if drafts:
-                # That may come of a draft, whose key is in a block with those before it. The next
-                # step tells, which computes the same token without any.
-                running.takes_drafts = False
-            else:
+            new = new[:-1]
+            # That may come of a draft, whose key is in a block with those before it. The next
+            # step tells, which computes the same token without any.
+            is_redone = had_drafts
+            if not is_redone:
                 index = request.num_generated - request.has_unread
                 error = f"logits are not finite at generated token {index}"
                 if structure is not None and structure.ruled_out:
@@ -561,9 +577,8 @@ class Engine:
             error = f"the tokens have no text: {failure}"
         if structure is not None and structure.error is not None and not text:
             error = structure.error
-        found = _Sampled(new[: len(text)], text, is_over, error)
-        if drafts and len(found.tokens) < stand:
-            self.scheduler.rows.stale[request.rank, request.row] = True
+        is_redone &= error is None and not is_over
+        found = _Sampled(new[: len(text)], text, is_over, is_redone, error)
         options = running.options
         if described is not None and options is not None and options.logprobs is not None:
             found.logprobs = [
@@ -571,7 +586,6 @@ class Engine:
                 for row, token in zip(described, found.tokens, strict=False)
             ]
         self.statistics.sampled_rows += bool(new)
-        self.statistics.drafted_tokens += len(drafts)
         self.statistics.accepted_tokens += max(0, len(found.tokens) - 1)
         return found
 
@@ -610,18 +624,26 @@ class Engine:
             change(request.request_id)
         return text
 
-    def _finish(self, request: Request, was_looked_at: bool) -> str:
-        """Close a request that the scheduler has ended; the text that was not told yet."""
+    def _finish(self, request: Request, new: list[int]) -> list[str]:
+        """Close a request that the scheduler has ended.
+
+        Returns:
+            The text of each of the new tokens, which were not looked at yet, the last one with all
+            that was not told before; that alone if there are none.
+        """
         running = self._running[request.request_id]
-        last = ""
-        if not (was_looked_at or request.flags & QUIET or request.finish_reason == "stop"):
-            last = self._text_of(running, request.token_ids[-1])
+        if request.finish_reason == "stop":
+            new = new[:-1]
+            last = [""]
+        else:
+            last = [] if new else [""]
+        text = [self._text_of(running, token) for token in new] + last
         stream = running.stream if request.flags & SINGLE else None
         was_stopped = stream is not None and stream.stopped
-        rest = last + self._close(running)
+        text[-1] += self._close(running)
         if stream is not None and stream.stopped and not was_stopped and request.error is None:
             request.finish_reason = "stop"  # a stop string in what had been held back
-        return rest
+        return text
 
     def _close(self, running: _Running) -> str:
         """Have all the text of a request that has ended; returns what was not told of it."""
@@ -650,8 +672,10 @@ class Engine:
         assert running.stream is not None
         return running.stream.finish()
 
-    def _tell(self, request_ids: np.ndarray, tokens: np.ndarray, rest: dict[int, str]) -> None:
-        """Events of requests that got a token each; takes those that end out of `rest`."""
+    def _tell(
+        self, request_ids: np.ndarray, tokens: np.ndarray, rest: dict[int, list[str]]
+    ) -> None:
+        """Events of tokens, and their requests; takes those that end out of `rest`."""
         running, whole, partial = self._running, self._whole, self._partial
         owner, events = None, self._events.setdefault(None, [])
         for request_id, token in zip(request_ids.tolist(), tokens.tolist(), strict=True):
@@ -659,7 +683,10 @@ class Engine:
             if one.owner is not owner:
                 owner, events = one.owner, self._events.setdefault(one.owner, [])
             if request_id in rest:
-                text, reason = rest.pop(request_id), one.request.finish_reason
+                text, *more = rest.pop(request_id)
+                if more:
+                    rest[request_id] = more
+                reason = None if more else one.request.finish_reason
                 events.append(TokenEvent(request_id, token, text, reason))
                 continue
             known = whole[token]
@@ -669,7 +696,7 @@ class Engine:
         if not self._events[None]:
             del self._events[None]
 
-    def _tell_one(self, request: Request, found: _Sampled, rest: dict[int, str]) -> None:
+    def _tell_one(self, request: Request, found: _Sampled, rest: dict[int, list[str]]) -> None:
         """Events of a request that was looked at; takes it out of `rest` if it ends."""
         i = request.request_id
         if request.flags & QUIET and not request.flags & SINGLE:
@@ -680,7 +707,7 @@ class Engine:
         if found.error is not None:
             events.append(TokenEvent(i, None, "", None))
         if i in rest:
-            whole = events[-1].text + rest.pop(i)
+            whole = events[-1].text + "".join(rest.pop(i))
             reason = request.finish_reason
             events[-1] = events[-1]._replace(text=whole, finish_reason=reason)
         for event in events:

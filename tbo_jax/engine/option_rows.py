@@ -119,15 +119,21 @@ class OptionRows:
             held.clear()
 
     def change(
-        self, plan: StepPlan, options: Options, logits: jax.Array, before: jax.Array | None
+        self,
+        plan: StepPlan,
+        options: Options,
+        logits: jax.Array,
+        before: jax.Array | None,
+        width: int = 1,
     ) -> jax.Array:
-        """The logits [R, B, V] as the requests of a step want them.
+        """The logits [R, L, V] as the requests of a step want them.
 
         Args:
             plan: the step.
             options: of its requests.
             logits: of the step; returned as they are if no request changes any.
             before: tokens [R, max_sequences] of the step whose unread ones `plan` has.
+            width: rows of the logits that a sequence has.
         """
         sampled = plan.sampled_of(options)
         if not any(options[one.request.request_id].changes_logits for one in sampled):
@@ -137,7 +143,8 @@ class OptionRows:
         tables = self._filled(sampled, options)
         asked: list[dict[int, RowOptions]] = [{} for _ in range(count)]
         for one in sampled:
-            asked[one.rank].update(self._rows(one, options[one.request.request_id]))
+            of_rows = self._rows(one, options[one.request.request_id])
+            asked[one.rank].update(enumerate(of_rows, one.place * width))
         packed = np.stack([OptionInputs.pack(of_rank, rows) for of_rank in asked])
         for one in sampled:
             held = self._held[one.rank].get(one.request.request_id)
@@ -152,13 +159,13 @@ class OptionRows:
     def describe(
         self, plan: StepPlan, options: Options, logits: jax.Array, tokens: jax.Array
     ) -> jax.Array | None:
-        """Log-probabilities of a step's tokens [R, B, ...], if any request wants them.
+        """Log-probabilities of a step's tokens [R, L, ...], if any request wants them.
 
         Args:
             plan: the step.
             options: of its requests.
             logits: of the step, before any option changed them.
-            tokens: [R, B], as they were sampled.
+            tokens: [R, L], as they were sampled.
         """
         wanted = plan.sampled_of(options)
         if all(options[one.request.request_id].logprobs is None for one in wanted):
@@ -223,26 +230,21 @@ class OptionRows:
             array[: len(part)] = np.array(part, np.int32).reshape(-1, 3)
         return update
 
-    def _rows(
-        self, sampled: SampledSequence, of: RequestOptions
-    ) -> Iterator[tuple[int, RowOptions]]:
+    def _rows(self, sampled: SampledSequence, of: RequestOptions) -> Iterator[RowOptions]:
         """What the rows of a sequence's logits are told: that of its token, and of each draft."""
         request, params = sampled.request, sampled.request.params
         mine = self._held[sampled.rank].get(request.request_id)
         for index in range(len(sampled.drafts) + 1):
             drafts = sampled.drafts[:index]
-            yield (
-                sampled.row + index,
-                RowOptions(
-                    row=_NOTHING.row if mine is None else mine.row,
-                    repetition_penalty=params.repetition_penalty,
-                    presence_penalty=params.presence_penalty,
-                    frequency_penalty=params.frequency_penalty,
-                    may_not_end=request.num_generated + index < params.min_tokens,
-                    last=request.token_ids[-1] if not drafts else drafts[-1],
-                    counts=of.counts and mine is not None and mine.num_tokens < request.num_tokens,
-                    words=_words(request, drafts, of.words),
-                ),
+            yield RowOptions(
+                row=_NOTHING.row if mine is None else mine.row,
+                repetition_penalty=params.repetition_penalty,
+                presence_penalty=params.presence_penalty,
+                frequency_penalty=params.frequency_penalty,
+                may_not_end=request.num_generated + index < params.min_tokens,
+                last=request.token_ids[-1] if not drafts else drafts[-1],
+                counts=of.counts and mine is not None and mine.num_tokens < request.num_tokens,
+                words=_words(request, drafts, of.words),
             )
 
 

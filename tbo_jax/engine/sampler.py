@@ -44,8 +44,8 @@ def compile_change_rows(
         The program, and a state of zeros on the devices.
     """
     placed = NamedSharding(mesh, PartitionSpec(RANKS))
-    state = RowState.shapes(program.rows, program.cache)
-    changes = RowChanges.shapes(count, program.cache)
+    state = program.state_shapes
+    changes = RowChanges.shapes(count, state)
 
     def per_rank(state, changes):
         return _of_all(change_rows(_own(state), _own(changes)))
@@ -58,18 +58,25 @@ def compile_change_rows(
 def compile_sample_again(
     mesh: Mesh, program: SampledSteps, bucket: Bucket, vocab_size: int
 ) -> jax.stages.Compiled:
-    """Compile `sample_again`: (state, inputs, logits [R, B or T, V]) -> `SampledStep`."""
+    """Compile `sample_again`: (state, inputs, logits [R, L, V], drafts [R, B, D] where there are
+    any) -> `SampledStep`.
+
+    It does not depend on the token slots of the bucket.
+    """
     placed = NamedSharding(mesh, PartitionSpec(RANKS))
     whole = _read_by_host(mesh)
 
     def per_rank(*given):
         return _of_all(sample_again(bucket, *_own(given)))
 
-    state = RowState.shapes(program.rows, program.cache)
-    inputs = needed_again(bucket, StepInputs.shapes(bucket, program.cache))
+    state = program.state_shapes
+    inputs = needed_again(StepInputs.shapes(bucket, program.cache))
     logits = jax.ShapeDtypeStruct((sampled_rows(bucket), vocab_size), np.float32)
-    run = _over_ranks(mesh, per_rank, program.placed(placed, whole))
-    return run.lower(*_stacked(mesh, (state, inputs, logits))).compile(process_options(mesh))
+    run = _over_ranks(mesh, per_rank, program.placed(bucket, placed, whole))
+    given = [state, inputs, logits]
+    if bucket.drafts:
+        given.append(jax.ShapeDtypeStruct((bucket.sequences, bucket.drafts), np.int32))
+    return run.lower(*_stacked(mesh, given)).compile(process_options(mesh))
 
 
 def compile_tables(mesh: Mesh, table_rows: int, vocab_size: int) -> jax.stages.Compiled:

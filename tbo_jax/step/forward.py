@@ -53,6 +53,7 @@ def forward(
     tensor: TensorParallel,
     logits: LogitRows,
     inputs: Inputs,
+    slots: jax.Array | None = None,
     each: EachToken | None = None,
 ) -> tuple[Any, AttentionBuffers]:
     """Run a batch through the model in so many micro-batches.
@@ -63,13 +64,14 @@ def forward(
         batch: of this rank, of the shape of `bucket`.
         bucket, micro_batches: static.
         kernels, exchange, tensor: what computes and what communicates.
-        logits: of which tokens.
+        logits: of which tokens, unless `slots` says it.
         inputs: which optional fields `batch` has.
+        slots: [L] int32, of which token slots.
         each: what else is wanted of the logits of all tokens.
 
     Returns:
-        Logits float32 [B, V] or [T, V], and the buffers. With `each` the first is a pair: the
-        logits, and what `each` makes of all tokens, [T, ...].
+        Logits float32 [B, V], [T, V] or [L, V], and the buffers. With `each` the first is a pair:
+        the logits, and what `each` makes of all tokens, [T, ...].
     """
     parts: tuple[ForwardBatch, ...] = (batch,)
     if micro_batches > 1:
@@ -94,7 +96,9 @@ def forward(
     ]
     carries = [model.embed(part.token_ids, part.inputs_embeds) for part in parts]
     hidden, cache = run_layers(model.layers, carries, contexts, buffers.cache)
-    if logits == "last":
+    if slots is not None:
+        tokens = slots
+    elif logits == "last":
         tokens = jnp.maximum(batch.cu_query_lens[1:] - 1, 0)
     else:
         tokens = jnp.arange(batch.token_capacity, dtype=jnp.int32)

@@ -19,7 +19,10 @@ class Forward(Protocol):
     """The model, with what `forward` has beside a batch."""
 
     def __call__(
-        self, batch: ForwardBatch, each: EachToken | None = None
+        self,
+        batch: ForwardBatch,
+        slots: jax.Array | None = None,
+        each: EachToken | None = None,
     ) -> tuple[Any, AttentionBuffers]:
         """What `forward` gives: the logits, or with `each` a pair; and the buffers."""
 
@@ -33,7 +36,7 @@ class StepProgram(Protocol):
     def trace(self, bucket: Bucket, forward: Forward, *inputs: Any) -> tuple[Any, AttentionBuffers]:
         """The outputs of one rank, and the buffers, from the inputs of one rank; traced."""
 
-    def placed(self, on_ranks: Any, on_all: Any) -> Any:
+    def placed(self, bucket: Bucket, on_ranks: Any, on_all: Any) -> Any:
         """For each output the first, or the second if each of several processes has it whole."""
 
     def from_batch(self, bucket: Bucket, batch: ForwardBatch) -> tuple[Any, ...]:
@@ -64,7 +67,7 @@ class LogitsProgram:
         numbers, rest = inputs
         return forward(unpack_numbers(numbers, rest, self._batch(bucket)))
 
-    def placed(self, on_ranks: Any, on_all: Any) -> Any:
+    def placed(self, bucket: Bucket, on_ranks: Any, on_all: Any) -> Any:
         """The logits stay on their ranks."""
         return on_ranks
 

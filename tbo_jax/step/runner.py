@@ -332,7 +332,9 @@ class ModelRunner:
             model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
 
             def run(
-                batch: ForwardBatch, each: EachToken | None = None
+                batch: ForwardBatch,
+                slots: jax.Array | None = None,
+                each: EachToken | None = None,
             ) -> tuple[Any, AttentionBuffers]:
                 with exact_products(self.config.dtype):
                     return forward(
@@ -346,6 +348,7 @@ class ModelRunner:
                         tensor=self.tensor,
                         logits="all" if bucket.drafts else self.logits,
                         inputs=self.inputs,
+                        slots=slots,
                         each=each,
                     )
 
@@ -364,6 +367,6 @@ class ModelRunner:
         # Explicit: inferred shardings of axes of size one get lost, and the next step would copy.
         placed = functools.partial(NamedSharding, self.mesh)
         whole = PartitionSpec() if jax.process_count() > 1 else ranks
-        outputs = self.program.placed(placed(ranks), placed(whole))
+        outputs = self.program.placed(bucket, placed(ranks), placed(whole))
         shardings = outputs, jax.tree.map(placed, BUFFER_SPECS)
         return jax.jit(sharded, donate_argnums=1, out_shardings=shardings)

@@ -14,18 +14,14 @@ class Bucket:
     tokens: int  # T, token slots
     sequences: int  # B, sequence rows
     decode: bool = False  # every sequence has one token, and `drafts` more at most
-    drafts: int = 0  # with any, the logits of all tokens are wanted, to verify the drafts
+    drafts: int = 0  # most of a sequence; with any, more logits than one a sequence are wanted
 
     def __post_init__(self) -> None:
         whole_number("tokens", self.tokens, 1)
         whole_number("sequences", self.sequences, 1)
         if not isinstance(self.decode, bool):
             raise ValueError(f"decode must be True or False, got {self.decode!r}")
-        if whole_number("drafts", self.drafts, 0) and not self.decode:
-            raise ValueError(
-                f"drafts is {self.drafts}, decode {self.decode}: expected 0 or more drafts, and "
-                "decode=True with any"
-            )
+        whole_number("drafts", self.drafts, 0)
 
     @property
     def query_block(self) -> int | None:
@@ -36,7 +32,7 @@ class Bucket:
         return 1 << self.drafts.bit_length() if self.decode else None
 
     def __str__(self) -> str:
-        kind = "verify" if self.drafts else "decode" if self.decode else "prefill"
+        kind = ("verify" if self.drafts else "decode") if self.decode else "prefill"
         return f"{kind} {self.tokens}"
 
 

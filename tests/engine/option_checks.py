@@ -24,11 +24,9 @@ class Step:
     def sampled_of(self, request_ids: Collection[int]) -> list[SampledSequence]:
         found = []
         for rank, sequences in enumerate(self.ranks):
-            row = 0
-            for one in sequences:
+            for place, one in enumerate(sequences):
                 if one.samples and one.request.request_id in request_ids:
-                    found.append(SampledSequence(one.request, rank, row, one.drafts))
-                row += len(one.drafts) + 1
+                    found.append(SampledSequence(one.request, rank, place, one.drafts))
         return found
 
 
@@ -48,15 +46,23 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def check_changed(
-    plan: StepPlan | Step, logits: np.ndarray, found: np.ndarray, ends: Collection[int]
+    plan: StepPlan | Step,
+    logits: np.ndarray,
+    found: np.ndarray,
+    ends: Collection[int],
+    width: int = 1,
 ) -> int:
-    """Assert that logits [R, B, V] became those of the reference; the number of rows compared."""
+    """Assert that logits [R, L, V] became those of the reference; the number of rows compared.
+
+    Each sequence has `width` rows, of which those beyond its drafts stay as they are.
+    """
     compared = 0
     for rank, sequences in enumerate(plan.ranks):
-        row = 0
-        for sequence in sequences:
+        unchanged = np.ones(len(found[rank]), bool)
+        for place, sequence in enumerate(sequences):
             request = sequence.request
             for index in range(len(sequence.drafts) + 1):
+                row = place * width + index
                 expected = logits[rank, row]
                 if sequence.samples:
                     expected = reference_logits(
@@ -69,6 +75,6 @@ def check_changed(
                     )
                 assert agree(found[rank, row], expected), (request, index)
                 compared += 1
-                row += 1
-        assert np.array_equal(found[rank, row:], logits[rank, row:])
+                unchanged[row] = False
+        assert np.array_equal(found[rank, unchanged], logits[rank, unchanged])
     return compared

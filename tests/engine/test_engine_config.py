@@ -51,11 +51,6 @@ def test_integers_of_numpy_are_taken():
     assert EngineConfig(max_sequences=np.int64(4)) == EngineConfig(max_sequences=4)
 
 
-def test_speculation_has_no_look_ahead():
-    with pytest.raises(ValueError, match="look_ahead with speculate=2: expected one of them"):
-        EngineConfig(speculate=2, look_ahead=True)
-
-
 def test_speculation_is_not_deterministic():
     with pytest.raises(ValueError, match="deterministic=True with speculate=2: expected one of"):
         EngineConfig(speculate=2, deterministic=True)

@@ -99,10 +99,10 @@ class Traffic:
         size = 3 * ROWS
         logits = self.rng.normal(0, 4, (RANKS, size, VOCABULARY)).astype(np.float32)
         fed = None if self.before is None else self.before[1][:, :ROWS]
-        found = np.asarray(self.rows.change(plan, self.options, logits, fed))
+        found = np.asarray(self.rows.change(plan, self.options, logits, fed, 3))
         self.read()
         sampled = self.rng.integers(5, 12, (RANKS, size)).astype(np.int32)
-        compared = check_changed(plan, logits, found, ENDS)
+        compared = check_changed(plan, logits, found, ENDS, 3)
         for rank, sequences in enumerate(plan.ranks):
             for row, sequence in enumerate(sequences):
                 if sequence.samples:

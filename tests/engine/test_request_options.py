@@ -124,8 +124,8 @@ def test_every_step_equals_the_reference(waiting, seed, monkeypatch, compilation
     rows = waiting._dispatcher._options
     change, raw, compared = rows.change, {}, []
 
-    def watched_change(plan, options, logits, before):
-        changed = change(plan, options, logits, before)
+    def watched_change(plan, options, logits, before, width):
+        changed = change(plan, options, logits, before, width)
         given, found = np.asarray(logits), np.asarray(changed)
         compared.append(check_changed(plan, given, found, END_OF_SEQUENCE))
         for rank, values in zip(plan.ranks, given, strict=True):

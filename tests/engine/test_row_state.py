@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tbo_jax import Bucket, CacheConfig, ForwardBatch, SamplingParams
+from tbo_jax.engine.prompt_lookup import TO_FIND, prompt_lookup
 from tbo_jax.engine.row_state import (
     CONTEXT,
     COUNT,
@@ -25,22 +26,27 @@ from tbo_jax.engine.row_state import (
     run_step,
     sample_again,
 )
-from tbo_jax.engine.scheduling.plan import accepted
 from tbo_jax.sampling.draw import NOT_FINITE, SamplingInputs, sample
 
 ROWS, VOCABULARY = 5, 11
 CACHE = CacheConfig(num_pages=40, page_size=2, pages_per_sequence=6, max_tokens=12)
 DECODE, PREFILL, VERIFY = Bucket(4, 4, True), Bucket(12, 5), Bucket(12, 4, True, 2)
+MIXED = Bucket(12, 4, drafts=2)
 
 
-def random_state(rng: np.random.Generator) -> RowState:
+def random_state(rng: np.random.Generator, with_history: bool = False) -> RowState:
     params = [SamplingParams(temperature=float(rng.integers(0, 2)), top_p=0.9) for _ in range(ROWS)]
     numbers = np.zeros((ROWS, SAMPLING.stop), np.int32)
     numbers[:, CONTEXT] = rng.integers(1, 8, ROWS)
     numbers[:, TOKEN] = rng.integers(0, VOCABULARY, ROWS)
     seeds, counts = rng.integers(0, 99, ROWS).tolist(), rng.integers(0, 9, ROWS).tolist()
     numbers[:, SAMPLING] = SamplingInputs.from_rows(params, seeds, counts, ROWS).packed()
-    return RowState(numbers, rng.integers(1, 40, (ROWS, 6)).astype(np.int32))
+    pages = rng.integers(1, 40, (ROWS, 6)).astype(np.int32)
+    history = None
+    if with_history:
+        history = rng.integers(0, 3, (ROWS, 12)).astype(np.int32)
+        numbers[:, TOKEN] = history[np.arange(ROWS), numbers[:, CONTEXT]]
+    return RowState(numbers, pages, history)
 
 
 def inputs_of(
@@ -55,7 +61,10 @@ def inputs_of(
     tokens = [token for _, of, _ in sequences for token in of]
     inputs.tokens[: len(tokens)] = tokens
     for place, (row, of, samples) in enumerate(sequences):
-        inputs.layout[:, place] = len(of), row, samples
+        inputs.layout[:3, place] = len(of), row, samples
+        if bucket.drafts:
+            drafts = of[1:] if of[0] == LAST_TOKEN else []
+            inputs.layout[3, place] = len(drafts)
     for place, pages in (new_pages or {}).items():
         inputs.new_pages[place, : len(pages)] = pages
     return inputs
@@ -66,12 +75,14 @@ def compiled(bucket: Bucket):
     def both(state, inputs, logits):
         batches = []
 
-        def forward(batch: ForwardBatch):
+        def forward(batch: ForwardBatch, slots):
             batches.append(batch)
-            return logits, ()
+            # Those given are of token slots then.
+            return logits if slots is None else logits[slots], ()
 
         step, _ = run_step(bucket, forward, state, inputs)
-        return *batches, step, sample_again(bucket, state, needed_again(bucket, inputs), logits)
+        given = state, needed_again(inputs), step.logits, step.drafts
+        return *batches, step, sample_again(bucket, *given)
 
     return jax.jit(both)
 
@@ -140,14 +151,35 @@ def test_a_step_of_decodes(count: int) -> None:
     np.testing.assert_array_equal(step.state.numbers[others], state.numbers[others])
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_drafts_stand_as_on_the_host(seed: int) -> None:
+def accepted(drafts: list[int], sampled: list[int]) -> list[int]:
+    """The new tokens, of those sampled after the last known token and after each draft."""
+    count = 0
+    while count < len(drafts) and drafts[count] == sampled[count]:
+        count += 1
+    return sampled[: count + 1]
+
+
+@pytest.mark.parametrize("bucket", [VERIFY, MIXED], ids=str)
+@pytest.mark.parametrize("found", [False, True], ids=["given", "found"])
+@pytest.mark.parametrize("seed", range(10))
+def test_drafts_stand_that_are_sampled(bucket: Bucket, found: bool, seed: int) -> None:
+    """Given by the host, or found in the text; beside a prompt too."""
     rng = np.random.default_rng(seed)
-    state = random_state(rng)
+    state = random_state(rng, found)
     state.numbers[:, SAMPLING.start] = 0  # greedy
-    rows = rng.permutation(ROWS)[: int(rng.integers(1, 5))].tolist()
-    drafts = [rng.integers(0, VOCABULARY, rng.integers(0, 3)).tolist() for _ in rows]
+    rows = rng.permutation(ROWS)[: int(rng.integers(1, 4))].tolist()
+    counts = [int(rng.integers(0, 3)) for _ in rows]
+    if found:
+        guesses = prompt_lookup(state.history, state.numbers[:, CONTEXT] + 1, 2)[rows]
+        drafts = [of[:count].tolist() for of, count in zip(guesses, counts, strict=True)]
+    else:
+        drafts = [rng.integers(0, VOCABULARY, count).tolist() for count in counts]
+    told = [[TO_FIND] * len(of) if found else of for of in drafts]
     sequences = [(row, [LAST_TOKEN, *of], True) for row, of in zip(rows, drafts, strict=True)]
+    inputs = [(row, [LAST_TOKEN, *of], True) for row, of in zip(rows, told, strict=True)]
+    if bucket is MIXED:
+        prompt = [next(row for row in range(ROWS) if row not in rows), [3, 1, 4], True]
+        sequences.append(prompt), inputs.append(prompt)
     logits = rng.normal(0, 1, (12, VOCABULARY)).astype(np.float32)
     slot, expected = 0, []
     for of in drafts:
@@ -158,33 +190,48 @@ def test_drafts_stand_as_on_the_host(seed: int) -> None:
         expected.append(accepted(of, best))
         slot += len(of) + 1
     pages = {0: [(2, 7), (3, 8)]}
-    batch, step = run(VERIFY, state, inputs_of(VERIFY, sequences, pages), logits)
+    batch, step = run(bucket, state, inputs_of(bucket, inputs, pages), logits)
     table = state.pages.copy()
     table[rows[0], 2:4] = 7, 8
-    jax.tree.map(np.testing.assert_array_equal, batch, packed(VERIFY, state, sequences, table))
-    after = state.numbers.copy()
+    jax.tree.map(np.testing.assert_array_equal, batch, packed(bucket, state, sequences, table))
+    after, texts = state.numbers.copy(), None if state.history is None else state.history.copy()
     for row, tokens in zip(rows, expected, strict=True):
         after[row, [CONTEXT, COUNT]] += len(tokens)
         after[row, TOKEN] = tokens[-1]
+        if texts is not None:
+            here = state.numbers[row, CONTEXT] + 1
+            texts[row, here : here + len(tokens)] = tokens[: texts.shape[1] - here]
+    if bucket is MIXED:
+        row, of, _ = prompt
+        expected.append([int(logits[slot + 2].argmax())])
+        after[row, CONTEXT] += 3
+        after[row, COUNT] += 1
+        after[row, TOKEN] = expected[-1][0]
+        if texts is not None and after[row, CONTEXT] < texts.shape[1]:
+            texts[row, after[row, CONTEXT]] = after[row, TOKEN]
     np.testing.assert_array_equal(step.state.numbers, after)
-    assert step.tokens[: len(rows)].tolist() == [tokens[-1] for tokens in expected]
+    jax.tree.map(np.testing.assert_array_equal, step.state.history, texts)
+    assert step.counts[: len(expected)].tolist() == list(map(len, expected))
+    assert not step.counts[len(expected) :].any()
+    assert step.tokens[: len(expected)].tolist() == [tokens[-1] for tokens in expected]
+    read = step.readable.reshape(4, 3)
+    assert [of[: len(t)].tolist() for of, t in zip(read, expected, strict=False)] == expected
 
 
-def test_rows_are_replaced_but_for_a_token_that_is_not_known() -> None:
+def test_rows_are_replaced_but_for_what_the_device_alone_knows() -> None:
     rng = np.random.default_rng(0)
-    state, other = random_state(rng), random_state(rng)
+    state, other = random_state(rng, True), random_state(rng, True)
     rows = np.array([3, 1, ROWS, ROWS], np.int32)
-    changes = RowChanges(rows, other.numbers[:4].copy(), other.pages[:4])
-    changes.numbers[1, TOKEN] = -4
+    changes = RowChanges(rows, other.numbers[:4].copy(), other.pages[:4], other.history[:4])
+    changes.numbers[1, CONTEXT] = -1
     found = change_rows(*jax.tree.map(jnp.asarray, (state, changes)))
-    numbers, pages = state.numbers.copy(), state.pages.copy()
-    numbers[[3, 1]], pages[[3, 1]] = other.numbers[:2], other.pages[:2]
-    numbers[1, TOKEN] = state.numbers[1, TOKEN]
-    np.testing.assert_array_equal(found.numbers, numbers)
-    np.testing.assert_array_equal(found.pages, pages)
+    expected = jax.tree.map(np.copy, state)
+    expected.pages[[3, 1]] = other.pages[:2]
+    expected.numbers[3], expected.history[3] = other.numbers[0], other.history[0]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("bucket", [DECODE, PREFILL, VERIFY], ids=str)
+@pytest.mark.parametrize("bucket", [DECODE, PREFILL, VERIFY, MIXED], ids=str)
 def test_inputs_of_a_batch_give_that_batch(bucket: Bucket) -> None:
     texts = [[4], [7]] if bucket.decode else [[4], [7, 8, 9]]
     batch = ForwardBatch.pack(
@@ -196,7 +243,9 @@ def test_inputs_of_a_batch_give_that_batch(bucket: Bucket) -> None:
     given = program.from_batch(bucket, ranks)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), given)
     assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), program.shapes(bucket))
-    logits = np.zeros((bucket.tokens if bucket.drafts else bucket.sequences, VOCABULARY))
+    logits = np.zeros((max(bucket.tokens, bucket.sequences), VOCABULARY))
+    if not bucket.drafts:
+        logits = logits[: bucket.sequences]
     for rank in range(2):
         one = jax.tree.map(lambda leaf, rank=rank: leaf[rank], given)
         found, _ = run(bucket, *one, logits.astype(np.float32))

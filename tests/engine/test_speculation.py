@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tbo_jax import LLM, OverlapConfig, SamplingParams
 from tbo_jax.engine.engine import Engine
-from tbo_jax.engine.prompt_lookup import prompt_lookup
 from tbo_jax.engine.scheduling.plan import ScheduledSequence, StepPlan
 from tbo_jax.engine.scheduling.request import Request
 from tbo_jax.engine.scheduling.rows import Rows
@@ -76,25 +75,53 @@ def engine(tmp_path_factory, request) -> Engine:
 
 def run_plainly(engine: Engine, load: Load) -> Result:
     """Without drafts: every decode computes one token."""
-    engine._propose = lambda token_ids, most: []
     before = engine.statistics.drafted_tokens
-    result = run(engine, load)
+    result = run_with(lambda token_ids, most: [], engine, load)
     assert engine.statistics.drafted_tokens == before
     return result
 
 
 def run_with(propose, engine: Engine, load: Load) -> Result:
-    engine._propose = propose
-    return run(engine, load)
+    """With drafts that the host proposes."""
+    engine._propose, engine.look_ahead = propose, False
+    try:
+        return run(engine, load)
+    finally:
+        engine._propose, engine.look_ahead = None, True
 
 
 def test_greedy_tokens_of_transformers(engine, compilations):
-    assert not engine.look_ahead
+    assert engine.look_ahead
     wanted = SamplingParams(max_new_tokens=16, ignore_eos=True)
     load = Load(GOLDEN.prompts, [wanted] * 3, [0] * 3)
-    found = run_with(prompt_lookup, engine, load)
+    found = run(engine, load)
     assert [[event.token_id for event in of] for of in found.events] == GOLDEN.greedy
-    assert engine.statistics.drafted_tokens > 0
+    assert engine.statistics.drafted_tokens > 0 and engine.statistics.steps_ahead > 0
+    assert compilations() == 0
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "waiting"])
+def test_drafts_of_the_device_give_the_same_tokens_and_text(engine, ahead, compilations):
+    """Greedy and drawn, ended by length, stop strings, end of sequence and aborts."""
+    reasons = []
+    before = engine.statistics.drafted_tokens, engine.statistics.accepted_tokens
+    for seed in range(15):
+        load = random_load(np.random.default_rng(seed), content=seed % 2 == 1)
+        expected = run_plainly(engine, load)
+        engine.look_ahead = ahead
+        found = run(engine, load)
+        engine.check()
+        for index, (ours, theirs) in enumerate(zip(found.events, expected.events, strict=True)):
+            if index in load.abort_after:
+                # Requests come and go at other steps, so that it may be aborted at another one.
+                shorter = min(len(ours), len(theirs)) - 1
+                ours, theirs = ours[:shorter], theirs[:shorter]
+            assert ours == theirs
+            reasons += [event.finish_reason for event in found.events[index][-1:]]
+    engine.look_ahead = True
+    assert {"stop", "length"} <= set(reasons)
+    assert engine.statistics.drafted_tokens - before[0] > 200
+    assert engine.statistics.accepted_tokens - before[1] > 10
     assert compilations() == 0
 
 
@@ -172,6 +199,21 @@ def test_steps_with_and_without_drafts_and_empty_ranks_alternate(engine, compila
 
 
 @pytest.mark.slow
+def test_logits_that_are_not_finite_end_one_request_only_ahead(engine, compilations):
+    """With drafts of the device, whose next step goes on from a token that does not count."""
+    ends = []
+    for seed in range(12):
+        load = load_with_bad(np.random.default_rng(seed), content=seed % 2 == 1)
+        clean = run_plainly(engine, load)
+        with poisoned(engine, EMBEDDING, BAD):
+            found = run(engine, load)
+        engine.check()
+        ends += check_until_bad(load, clean, found)
+    assert min(ends.count(end) for end in ("at once", "later", "well")) > 3
+    assert compilations() == 0
+
+
+@pytest.mark.slow
 def test_logits_that_are_not_finite_end_one_request_only(engine, compilations):
     """With drafts that are right up to them, and wrong ones."""
     ends = []
@@ -213,7 +255,8 @@ def test_a_draft_that_is_not_finite_does_no_harm(engine, place):
 def step_of(engine: Engine, lengths: list[list[int]], draft: bool) -> tuple[StepPlan, Rows]:
     """Sequences of so many random tokens on each rank; with `draft` all but the first are drafts."""
     rows = Rows(len(lengths), engine.scheduler.limits)
-    ranks, drafts = [], []
+    ranks, proposed = [], {}
+    counted = np.zeros_like(rows.num_tokens)
     for rank, counts in enumerate(lengths):
         sequences = []
         for row, count in enumerate(counts):
@@ -224,12 +267,12 @@ def step_of(engine: Engine, lengths: list[list[int]], draft: bool) -> tuple[Step
             rows.take(request, rank)
             if draft:
                 rows.load(request)
-                drafts.append(ids[1:count])
+                counted[rank, row] = count - 1
+                proposed |= {request: ids[1:count]} if count > 1 else {}
             else:
                 sequences.append(ScheduledSequence(request, count, True))
         ranks.append(sequences)
-    given = {number: of for number, of in enumerate(drafts) if of}
-    return StepPlan(rows, ranks, given), rows
+    return StepPlan(rows, ranks, counted, DRAFTS, proposed), rows
 
 
 @settings(max_examples=30, deadline=None)
@@ -254,7 +297,7 @@ def test_a_rank_gives_what_it_gives_alone(engine, data):
     def run(lengths):
         plan, rows = step_of(engine, lengths, draft)
         step = dispatcher.sample(dispatcher.start(plan, rows))
-        read = step.read().reshape(len(plan.sampled), -1)
+        read, _ = step.read()
         counts = [n if draft else 1 for of in lengths for n in of]
         return plan, [of[:n].tolist() for of, n in zip(read, counts, strict=True)], logits.pop()
 
@@ -269,15 +312,17 @@ def test_a_rank_gives_what_it_gives_alone(engine, data):
                 continue
             _, found, alone = run([of if r == rank else [] for r, of in enumerate(lengths)])
             assert found == mine
-            rows = sum(len(of) for of in mine)
-            np.testing.assert_allclose(together[rank, :rows], alone[rank, :rows], atol=1e-5)
+            rows = [
+                place * (1 + DRAFTS) + n for place, of in enumerate(mine) for n in range(len(of))
+            ]
+            np.testing.assert_allclose(together[rank, rows], alone[rank, rows], atol=1e-5)
     finally:
         del runner.run
         engine._dispatcher.recover()  # the rows of the device are other ones
         engine.clear_prefix_cache()  # these steps wrote to pages of requests that have ended
 
 
-def test_more_drafts_than_a_step_and_look_ahead_are_refused(engine):
+def test_more_drafts_than_a_step_and_proposing_ahead_are_refused(engine):
     given = engine.runner, engine.tokenizer, engine.end_of_sequence
     sizes = dict(max_sequences=2, max_context=engine.max_context)
     with pytest.raises(
@@ -286,5 +331,5 @@ def test_more_drafts_than_a_step_and_look_ahead_are_refused(engine):
         Engine(*given, **sizes, speculate=8)
     with pytest.raises(ValueError, match="speculate must be at least 0, got -1"):
         Engine(*given, **sizes, speculate=-1)
-    with pytest.raises(ValueError, match="look_ahead with speculate=2: expected one of them"):
-        Engine(*given, **sizes, speculate=2, look_ahead=True)
+    with pytest.raises(ValueError, match="look_ahead=True with propose: expected one of them"):
+        Engine(*given, **sizes, speculate=2, propose=lambda ids, most: [], look_ahead=True)

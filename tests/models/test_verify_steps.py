@@ -47,12 +47,10 @@ def test_logits_of_known_tokens_and_drafts(name, devices, micro_batches, monkeyp
     assert (rows > len(sequences)) == (micro_batches > 1)  # a cut lies between two drafts
 
 
-@pytest.mark.parametrize(
-    ("tokens", "sequences", "decode", "drafts"), [(8, 2, False, 3), (8, 2, True, -1)]
-)
-def test_impossible_buckets_are_refused(tokens, sequences, decode, drafts):
-    with pytest.raises(ValueError, match=rf"drafts (is|must be at least 0, got) {drafts}"):
-        Bucket(tokens, sequences, decode, drafts)
+@pytest.mark.parametrize("decode", [True, False])
+def test_impossible_buckets_are_refused(decode):
+    with pytest.raises(ValueError, match="drafts must be at least 0, got -1"):
+        Bucket(8, 2, decode, -1)
 
 
 @pytest.mark.parametrize(("drafts", "block"), [(0, 1), (1, 2), (2, 4), (3, 4), (4, 8), (7, 8)])

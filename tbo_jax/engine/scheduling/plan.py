@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from tbo_jax.engine.scheduling.rank import Rank
+from tbo_jax.engine.prompt_lookup import TO_FIND, prompt_lookup
 from tbo_jax.engine.scheduling.request import FinishReason, Request
 from tbo_jax.engine.scheduling.rows import Rows
 
@@ -32,25 +32,6 @@ class ScheduledSequence:
         known = self.num_tokens - len(self.drafts)
         return [*self.request.token_ids[start : start + known], *self.drafts]
 
-    def accept(self, sampled: Sequence[int]) -> list[int]:
-        """The new tokens, of those sampled after the last known token and after each draft.
-
-        A draft stands if it is the very token sampled in its place, and each one before it stands;
-        then the token sampled after it is one more. So the tokens are those of decoding one by one:
-        a token that is drawn depends on the logits, the seed and its index only (`sample`). For a
-        draft that is no distribution but one token this also is speculative sampling (Leviathan et
-        al. 2023): it stands with its probability, and otherwise one is drawn from the rest.
-        """
-        return accepted(self.drafts, sampled)
-
-
-def accepted(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
-    """What `ScheduledSequence.accept` gives."""
-    count = 0
-    while count < len(drafts) and drafts[count] == sampled[count]:
-        count += 1
-    return list(sampled[: count + 1])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledRows:
@@ -68,12 +49,12 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledSequence:
-    """One that samples, and where its logits are."""
+    """One that samples, and its place among the sequences of its rank."""
 
     request: Request
     rank: int
-    row: int  # of its rank's logits: that of its last token, and those of its drafts follow
-    drafts: tuple[int, ...]
+    place: int
+    drafts: tuple[int, ...]  # `TO_FIND` as long as its last token is not read
 
 
 class StepPlan:
@@ -82,7 +63,10 @@ class StepPlan:
     Attributes:
         num_decodes: int [R], sequences that decode.
         prefills: for each rank those that compute more, or the first token of all.
-        drafts: number of a decode among the sampled -> the drafts that it verifies.
+        num_drafts: int [N], how many drafts each of the sampled verifies.
+        proposed: number of one among the sampled -> its drafts; the device finds those of others.
+        is_live: bool [N], whether what it samples counts: not if the device was ahead of what is
+            known to stand.
         new_pages: (rank, row, place in the page table, page) of those that decodes got for it.
         sampled: the sequences that give a token.
         with_decodes: whether decodes take part, if there are any.
@@ -92,15 +76,25 @@ class StepPlan:
         self,
         rows: Rows,
         prefills: Sequence[Sequence[ScheduledSequence]],
-        drafts: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        drafts: np.ndarray | None = None,
+        most_drafts: int = 0,
+        proposed: Mapping[Request, tuple[int, ...]] = MappingProxyType({}),
         new_pages: Sequence[tuple[int, int, int, int]] = (),
         with_decodes: bool = True,
     ) -> None:
-        """Take what decodes in `rows` now, unless without, and prefills of each rank."""
+        """Take what decodes in `rows` now, unless without, and prefills of each rank.
+
+        Args:
+            rows: of all ranks.
+            prefills, new_pages, with_decodes: as the attributes.
+            drafts: int [R, S], how many drafts the decodes verify; None: nothing.
+            most_drafts: how many the device finds of each sequence, of which the first are these.
+            proposed: those that the device does not find, as many as `drafts` says.
+        """
         self.with_decodes = with_decodes
         self.prefills = tuple(map(tuple, prefills))
-        self.drafts = drafts
         self.new_pages = new_pages
+        self._most_drafts = most_drafts
         ranks, at = np.nonzero(rows.decoding & with_decodes)
         self.num_decodes = np.bincount(ranks, minlength=len(self.prefills))
         places = np.arange(len(ranks)) - (np.cumsum(self.num_decodes) - self.num_decodes)[ranks]
@@ -115,6 +109,12 @@ class StepPlan:
             columns = zip(sampled, zip(*last, strict=True), strict=True)
             sampled = [np.append(column, np.array(more, column.dtype)) for column, more in columns]
         self.sampled = SampledRows(*sampled)
+        self.is_live = np.ones(len(self.sampled), bool)
+        self.num_drafts = np.zeros(len(self.sampled), np.intp)
+        if drafts is not None:
+            self.num_drafts[: len(ranks)] = drafts[ranks, at]
+        decodes = self.sampled.requests[: len(ranks)] if proposed else ()
+        self.proposed = {n: proposed[one] for n, one in enumerate(decodes) if one in proposed}
 
     @property
     def has_work(self) -> bool:
@@ -130,41 +130,49 @@ class StepPlan:
     def num_tokens(self) -> np.ndarray:
         """Tokens to compute on each rank, int [R]."""
         counts = self.num_decodes + [sum(s.num_tokens for s in rank) for rank in self.prefills]
-        for number, drafts in self.drafts.items():
-            counts[self.sampled.ranks[number]] += len(drafts)
+        if self.has_drafts:
+            ranks = self.sampled.ranks
+            counts += np.bincount(ranks, self.num_drafts, len(self.prefills)).astype(np.intp)
         return counts
 
-    @property
-    def num_drafts(self) -> int:
-        """Draft tokens on all ranks."""
-        return sum(map(len, self.drafts.values()))
+    def has_unread(self, request_ids: Collection[int]) -> bool:
+        """Whether the last token of a sampled sequence of some requests is not read."""
+        numbers = self._numbers_of(request_ids)
+        return any(self.sampled.requests[number].has_unread for number in numbers)
 
     @functools.cached_property
-    def logit_rows(self) -> np.ndarray:
-        """The first row of the logits of each sampled sequence on its rank, int [N]."""
-        of = self.sampled
-        if not self.drafts:
-            return of.places
-        lengths = np.ones(len(of), np.intp)  # in order of the ranks: all are decodes
-        for number, drafts in self.drafts.items():
-            lengths[number] += len(drafts)
-        before = np.cumsum(lengths) - lengths
-        rows: np.ndarray = before - before[np.searchsorted(of.ranks, of.ranks)]
-        return rows
+    def has_drafts(self) -> bool:
+        """Whether any sequence verifies drafts."""
+        return bool(self.num_drafts.any())
+
+    def drafts(self, number: int) -> tuple[int, ...]:
+        """Those of a sampled sequence; `TO_FIND` as long as its last token is not read."""
+        count = int(self.num_drafts[number])
+        if not count or number in self.proposed:
+            return self.proposed.get(number, ())
+        known = self.sampled.requests[number].token_ids
+        if known[-1] < 0:
+            return (TO_FIND,) * count
+        tokens, counts = np.array([known], np.int32), np.array([len(known)], np.int32)
+        found = prompt_lookup(tokens, counts, self._most_drafts)
+        return tuple(found[0, :count].tolist())
 
     def sampled_of(self, request_ids: Collection[int]) -> list[SampledSequence]:
         """The sampled sequences of some requests."""
         of = self.sampled
-        wanted = np.isin(of.request_ids, np.fromiter(request_ids, np.int64, len(request_ids)))
         return [
             SampledSequence(
                 of.requests[number],
                 int(of.ranks[number]),
-                int(self.logit_rows[number]),
-                self.drafts.get(number, ()),
+                int(of.places[number]),
+                self.drafts(number),
             )
-            for number in np.flatnonzero(wanted).tolist()
+            for number in self._numbers_of(request_ids)
         ]
+
+    def _numbers_of(self, request_ids: Collection[int]) -> list[int]:
+        wanted = np.fromiter(request_ids, np.int64, len(request_ids))
+        return np.flatnonzero(np.isin(self.sampled.request_ids, wanted)).tolist()
 
     @functools.cached_property
     def ranks(self) -> tuple[tuple[ScheduledSequence, ...], ...]:
@@ -172,7 +180,7 @@ class StepPlan:
         decodes: list[list[ScheduledSequence]] = [[] for _ in self.prefills]
         in_all = int(self.num_decodes.sum())
         for number, request in enumerate(self.sampled.requests[:in_all]):
-            drafts = self.drafts.get(number, ())
+            drafts = self.proposed.get(number, (TO_FIND,) * int(self.num_drafts[number]))
             sequence = ScheduledSequence(request, 1 + len(drafts), True, drafts)
             decodes[self.sampled.ranks[number]].append(sequence)
         return tuple((*a, *b) for a, b in zip(decodes, self.prefills, strict=True))
@@ -204,17 +212,6 @@ class RankStep:
         self.budget -= num_tokens
         samples = num_tokens == request.num_uncomputed
         self.prefills.append(ScheduledSequence(request, num_tokens, samples))
-
-    def drafts(self, rank: Rank, request: Request, propose: Propose) -> tuple[int, ...]:
-        """Drafts for a decode, as many as there is budget, room and free pages for."""
-        # One place is for the token that is sampled after the last draft.
-        room = rank.limits.most_tokens(request) - request.num_tokens
-        most = min(self.budget, room - 1, rank.room(request))
-        drafts = tuple(propose(request)[:most]) if most > 0 else ()
-        if drafts:
-            rank.grow(request, len(drafts))
-            self.budget -= len(drafts)
-        return drafts
 
 
 @dataclass(slots=True)

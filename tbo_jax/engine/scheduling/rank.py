@@ -155,30 +155,38 @@ class Rank:
         """Let no page be found that holds tokens of an ended request, as far as nobody uses it."""
         self.pages.forget(self._find(request, 0, request.num_tokens // self.page_size))
 
-    def room(self, request: Request) -> int:
-        """How many tokens more a running request has pages for, or would get them."""
-        pages = len(request.pages) + self.pages.num_free
-        return pages * self.page_size - request.num_tokens
-
-    def grow(self, request: Request, drafts: int = 0) -> bool:
-        """See to pages for a running request's newest token and its drafts; False for want of them.
-
-        What drafts took beyond its tokens goes back with `shrink`, before it grows again.
-        """
-        needed = self._pages_for(request.num_tokens + drafts)
-        pages = self.pages.allocate(needed - len(request.pages))
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """See to pages for so many tokens of a decoding request; False for want of them."""
+        needed = self._pages_for(num_tokens) - len(request.pages)
+        pages = self.pages.allocate(max(needed, 0))
         if pages is None:
             return False
         request.pages += pages
         self._set_room(request)
         return True
 
-    def shrink(self, request: Request) -> None:
-        """Free its pages that hold nobody's tokens: those of drafts that were rejected."""
-        kept = self._pages_for(request.num_tokens)
-        self.pages.free(request.pages[kept:])
-        del request.pages[kept:]
-        self._set_room(request)
+    def stretch(self, request: Request, num_tokens: int) -> int:
+        """See to pages for so many tokens of a decoding request, as far as some are to spare.
+
+        Returns:
+            How many tokens its pages hold.
+        """
+        needed = self._pages_for(num_tokens) - len(request.pages)
+        wanted = min(needed, self.spare)
+        self.grow(request, (len(request.pages) + max(wanted, 0)) * self.page_size)
+        return len(request.pages) * self.page_size
+
+    def take_back(self) -> None:
+        """Free the pages that hold no token of a decoding request, but were to hold drafts.
+
+        No step may be under way that knows more tokens.
+        """
+        for request in self.running:
+            kept = self._pages_for(request.num_tokens)
+            if request.rows is not None and kept < len(request.pages):
+                self.pages.free(request.pages[kept:])
+                del request.pages[kept:]
+                self._set_room(request)
 
     def release(self, request: Request) -> None:
         """Take a running request off, and with its pages what was computed into them."""

@@ -30,7 +30,7 @@ def checked_priority(priority: Any) -> int:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request and its progress. The scheduler owns every field after the first eight.
+    """A request and its progress. The scheduler owns every field after the first nine.
 
     While it decodes, what changes in each step is in the arrays of `rows`, and read from there.
 
@@ -45,6 +45,7 @@ class Request:
     flags: int = 0  # for whoever commits its steps (`Rows.flags`)
     priority: int = 0  # the lower, the earlier its turn; among equals the order is of arrival
     prompt_logprobs: PromptLogprobs | None = None  # where those of its prompt were asked for
+    takes_drafts: bool = True  # whether drafts of it may be verified
     pages: list[int] = field(
         init=False, default_factory=list
     )  # page i holds slots i * page_size on
@@ -74,7 +75,10 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far: the prompt's and the generated ones, one that is not read yet included."""
+        """Tokens so far: the prompt's and the generated ones, one that is not read yet included.
+
+        Where that is of a step with drafts, these may be more.
+        """
         if self.rows is not None:
             return int(self.rows.num_tokens[self.rank, self.row])
         return len(self.known)

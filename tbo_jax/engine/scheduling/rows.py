@@ -26,6 +26,9 @@ class Rows:
         request_ids: int64, `NOBODY` for a free row.
         decoding: bool, whether its request decodes; the arrays after this are of those.
         num_tokens: int32, as `Request.num_tokens`.
+        slack: int32, how many more there may be: drafts of the step before, which is not read.
+        misses: int32, how many drafts in a row were of no use, as far as it matters.
+        takes_drafts: bool, of every row: whether drafts of it are verified.
         limit: int32, the number of tokens with which it has all that it may get.
         room: int32, how many tokens its pages hold.
         unread: int32, the row of the step before that samples its last token, or `NOBODY`.
@@ -40,6 +43,9 @@ class Rows:
         self.request_ids = np.full(shape, NOBODY, np.int64)
         self.decoding = np.zeros(shape, bool)
         self.num_tokens = np.zeros(shape, np.int32)
+        self.slack = np.zeros(shape, np.int32)
+        self.misses = np.zeros(shape, np.int32)
+        self.takes_drafts = np.zeros(shape, bool)
         self.limit = np.zeros(shape, np.int32)
         self.room = np.zeros(shape, np.int32)
         self.unread = np.full(shape, NOBODY, np.int32)
@@ -56,6 +62,7 @@ class Rows:
         self.requests[rank, row] = request
         self.request_ids[rank, row] = request.request_id
         self.flags[rank, row] = request.flags
+        self.takes_drafts[rank, row] = request.takes_drafts
         self.stale[rank, row] = True
 
     def load(self, request: Request) -> None:
@@ -66,7 +73,7 @@ class Rows:
         self.num_tokens[at] = len(request.known)
         self.limit[at] = self.limits.most_tokens(request)
         self.room[at] = len(request.pages) * self.limits.page_size
-        self._num_pending[at] = 0
+        self.slack[at] = self.misses[at] = self._num_pending[at] = 0
         self.decoding[at] = True
         request.rows = self
 
@@ -102,39 +109,48 @@ class Rows:
 
     def num_wanted(self) -> np.ndarray:
         """Pages [R] that the decodes of each rank are short of."""
-        missing = np.where(self._wants, self.num_tokens - self.room, 0)
+        missing = np.where(self._wants, self.most_tokens - self.room, 0)
         return -(-missing // self.limits.page_size).sum(axis=1)
 
     def hold(self, ranks: np.ndarray, rows: np.ndarray, request_ids: np.ndarray) -> np.ndarray:
         """Which of the requests [N] decode in these rows still: bool [N]."""
         return (self.request_ids[ranks, rows] == request_ids) & self.decoding[ranks, rows]
 
-    def await_tokens(self, ranks: np.ndarray, rows: np.ndarray, places: np.ndarray) -> None:
-        """Count a token more of decodes [N], which these rows of a step sample."""
+    def await_tokens(
+        self, ranks: np.ndarray, rows: np.ndarray, places: np.ndarray, drafts: np.ndarray
+    ) -> None:
+        """Count a token more of decodes [N], which these rows of a step sample.
+
+        For each of their drafts [N] there may be one more.
+        """
         self.num_tokens[ranks, rows] += 1
+        self.slack[ranks, rows] = drafts
         self.unread[ranks, rows] = places
 
-    def put(self, ranks: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """The tokens [N] that were awaited."""
+    def put(
+        self, ranks: np.ndarray, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """The tokens [N, W] that were awaited: the first `counts` [N] of each row, 0 or more."""
+        width = tokens.shape[1]
+        if width > self._pending.shape[2]:
+            more = width - self._pending.shape[2]
+            self._pending = np.pad(self._pending, ((0, 0), (0, 0), (0, more)))
         at = self._num_pending[ranks, rows]
-        self._pending[ranks, rows, at] = tokens
-        self._num_pending[ranks, rows] = at + 1
+        for request in self.requests[ranks, rows][at + width > self._pending.shape[2]]:
+            self.fetch(request)
+        at = self._num_pending[ranks, rows]
+        for column in range(width):  # what is beyond the counts is overwritten
+            self._pending[ranks, rows, at + column] = tokens[:, column]
+        self._num_pending[ranks, rows] = at + counts
+        self.num_tokens[ranks, rows] += counts - 1
+        self.slack[ranks, rows] = 0
         self.unread[ranks, rows] = NOBODY
-        self._fetch_full(ranks, rows)
 
-    def put_one(self, request: Request, tokens: list[int]) -> None:
-        """Any number of tokens in place of the one that was awaited."""
-        self.fetch(request)
-        at = request.rank, request.row
-        self.unread[at] = NOBODY
-        request.known[-1:] = tokens
-        self.num_tokens[at] = len(request.known)
+    @property
+    def most_tokens(self) -> np.ndarray:
+        """What `num_tokens` may be at most, [R, S]: a step leaves no row more than its limit."""
+        return np.minimum(self.num_tokens + self.slack, self.limit)
 
     @property
     def _wants(self) -> np.ndarray:
-        return self.decoding & (self.num_tokens > self.room)
-
-    def _fetch_full(self, ranks: np.ndarray, rows: np.ndarray) -> None:
-        full = self._num_pending[ranks, rows] == _PENDING
-        for request in self.requests[ranks[full], rows[full]]:
-            self.fetch(request)
+        return self.decoding & (self.most_tokens > self.room)

@@ -62,17 +62,27 @@ pages of prompts are kept, and found for prompts only, as a page of generated to
 decodes computed. The oldest request is in every step of its kind, and every other step at least is
 of that kind, so none starves. Replays and prompts are both `prefills` of a plan.
 
-Decodes may verify drafts beside their token (`schedule`), where the step computes no prompt. Drafts
-take what budget and pages are left over; the slots of those that are rejected are overwritten by
-the tokens that come in their place, before any query reads them. The token before them may have to
-be computed again too, so the pages of such a row are kept only when its tokens are known.
+Decodes may verify drafts beside their token. Drafts take pages that are to spare, and beside
+prompts half of the budget that the other rows leave. The slots of those that are rejected are
+overwritten by the tokens that come in their place, before any query reads them. The token before
+them may have to be computed again too, so the pages of such a row are kept only when its tokens are
+known.
+
+A step that is planned while such drafts are judged takes them all for right (`Rows.slack`): it has
+pages for as many tokens, and drafts only as far as none can go beyond its limit. So it is right
+whatever stands. Where the tokens turn out not to be those that the device went on from, what the
+next step samples of that row does not count (`StepPlan.is_live`), and the row is told anew.
+
+Whether the device finds drafts of use is known when they were judged. A sequence whose drafts were
+of no use is next drafted for after 2 steps, then 4, up to `MOST_WAIT`; at the same steps as others
+of its kind, so that between them steps are decodes, which cost less than those that verify.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -85,6 +95,8 @@ from tbo_jax.engine.scheduling.rank import Rank, turn_of
 from tbo_jax.engine.scheduling.request import FinishReason, Request, unread_token
 from tbo_jax.engine.scheduling.rows import Rows
 from tbo_jax.overlap.checks import whole_number
+
+MOST_WAIT = 32  # steps, of a sequence whose drafts are of no use
 
 
 class Scheduler:
@@ -101,6 +113,7 @@ class Scheduler:
         max_context: most tokens of a request, prompt and generated together.
         prefix_cache: keep full pages, and find them again.
         deterministic: have prompts and decodes in steps of their own (see above).
+        max_drafts: drafts that the device finds for a decode, at most.
 
     Raises ValueError for a size that cannot work.
     """
@@ -115,12 +128,14 @@ class Scheduler:
         max_context: int,
         prefix_cache: bool = True,
         deterministic: bool = False,
+        max_drafts: int = 0,
     ) -> None:
         whole_number("num_ranks", num_ranks, 1)
         self.limits = Limits(page_size, num_pages, max_sequences, max_tokens, max_context)
         self.statistics = SchedulerStatistics()
         self._keeps_pages = prefix_cache
         self._deterministic = deterministic
+        self._max_drafts = max_drafts
         self._had_prompts = False  # the last step, and no decodes
         self._new_ranks(num_ranks)
         self._requests: dict[int, Request] = {}  # the unfinished ones
@@ -167,35 +182,33 @@ class Scheduler:
     def schedule(self, propose: Propose | None = None) -> StepPlan:
         """Plan a step and take its pages; `advance`, `commit` or `discard` it before the next one.
 
-        With `propose`, a step that computes no prompt verifies drafts. The plan is empty only if
-        there is nothing to compute. RuntimeError if the last plan is still open, or if the tokens
-        of an advanced one are not known and this one has to preempt, or drafts are in play.
+        With `propose`, decodes verify the drafts that it gives, and not those of the device. The
+        plan is empty only if there is nothing to compute. RuntimeError if the last plan is still
+        open, or if the tokens of an advanced one are not known and this one has to preempt, or
+        `propose` would need them.
         """
         if self._open_plan is not None:
             raise RuntimeError("the last plan is open: neither committed nor discarded")
         if self._unread_plan is not None and self.must_preempt:
             raise RuntimeError("a step that must preempt is not planned before the last's commit")
-        if self._unread_plan is not None and (propose or self._unread_plan.num_drafts):
-            raise RuntimeError("with drafts no step is planned before the last's commit")
+        if self._unread_plan is not None and propose is not None:
+            raise RuntimeError("drafts are not proposed before the last's commit")
         evicted = self._num_evicted
         held: dict[Request, int] = {}  # pages of those that get more
         prompts = self._prompts() if self._deterministic else None
         self._had_prompts = prompts is not None
+        drafts: np.ndarray | None = None
+        proposed: dict[Request, tuple[int, ...]] = {}
         if prompts is not None:
             steps = prompts
         else:
             steps = self._decodes(held)
+            if propose is not None or self._max_drafts:
+                drafts, proposed = self._draft(steps, held, propose)
             if self._deterministic:
                 self._replay(steps)
             else:
                 self._prefill(steps)
-        drafts: dict[int, tuple[int, ...]] = {}
-        if propose is not None and not any(step.prefills for step in steps):
-            for number, request in enumerate(self.rows.requests[self.rows.decoding]):
-                rank = self._ranks[request.rank]
-                held.setdefault(request, len(request.pages))
-                if found := steps[rank.index].drafts(rank, request, propose):
-                    drafts[number] = found
         self.statistics.evictions += self._num_evicted - evicted
         new_pages: list[tuple[int, int, int, int]] = []
         for request, first in held.items():
@@ -204,7 +217,15 @@ class Scheduler:
                 pages = enumerate(request.pages[first:], first)
                 new_pages += [(request.rank, request.row, at, page) for at, page in pages]
         prefills = [step.prefills for step in steps]
-        plan = StepPlan(self.rows, prefills, drafts, new_pages, with_decodes=prompts is None)
+        plan = StepPlan(
+            self.rows,
+            prefills,
+            drafts,
+            self._max_drafts,
+            proposed,
+            new_pages,
+            with_decodes=prompts is None,
+        )
         if len(self._requests) > len(self._ending) and not plan.has_work:
             raise RuntimeError(f"{len(self._requests)} requests are unfinished and none can run")
         self._open_plan = plan
@@ -225,16 +246,16 @@ class Scheduler:
         decodes = slice(int(plan.num_decodes.sum()))
         of, numbers = plan.sampled, np.arange(decodes.stop)
         here = rows.hold(of.ranks[decodes], of.rows[decodes], of.request_ids[decodes])
+        here &= plan.is_live[decodes]
         if not here.all():  # aborted meanwhile
             numbers = numbers[here]
-        ranks, at = of.ranks[numbers], of.rows[numbers]
-        self.statistics.decode_tokens += len(numbers) + plan.num_drafts
+        ranks, at, drafts = of.ranks[numbers], of.rows[numbers], plan.num_drafts[numbers]
+        self.statistics.decode_tokens += len(numbers) + int(drafts.sum())
         computed = rows.num_tokens[ranks, at]
-        rows.await_tokens(ranks, at, of.places[numbers])
+        rows.await_tokens(ranks, at, of.places[numbers], drafts)
         # The pages of a row with drafts are kept when its tokens are known.
-        for number in numbers[computed % page_size == 0].tolist():
-            if number not in plan.drafts:
-                self._ranks[of.ranks[number]].keep(of.requests[number])
+        for number in numbers[(computed % page_size == 0) & (drafts == 0)].tolist():
+            self._ranks[of.ranks[number]].keep(of.requests[number])
         for number in numbers[rows.num_tokens[ranks, at] >= rows.limit[ranks, at]].tolist():
             self._end(self._ranks[of.ranks[number]], of.requests[number])
         for rank, prefills, count in zip(
@@ -262,15 +283,16 @@ class Scheduler:
         for number in np.flatnonzero(~here).tolist():
             request = of.requests[number]
             here[number], flags[number] = not request.is_finished, request.flags
-        return here, flags
+        return here & plan.is_live, flags
 
     def commit(
         self,
         plan: StepPlan,
         tokens: np.ndarray,
+        counts: np.ndarray,
         stopped: np.ndarray,
         failed: Mapping[int, str] = MappingProxyType({}),
-        several: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        redone: Collection[int] = (),
     ) -> list[Request]:
         """Record what the plan gave; returns the requests that it finishes.
 
@@ -279,15 +301,15 @@ class Scheduler:
 
         Args:
             plan: the advanced one, or if there is none the last one of `schedule`.
-            tokens: int [N], the new token of each sequence.
-            stopped: bool [N], whether it ends its request (end of sequence, a stop string), with
-                "stop". Others finish with "length" when they have all the tokens they asked for,
-                fill the context, or fill all the pages of a rank.
-            failed: number -> why, of those that have no token. They finish with "error".
-            several: number -> new tokens, of those that have none or several in place of one: the
-                drafts that were accepted, and one more. Fewer if one of them ends the request; a
-                sequence with drafts may have fewer anyway, or none, and then is at that place
-                again.
+            tokens: int [N, W], the new tokens of each sequence: drafts that were accepted, and one
+                more. Fewer if one of them ends the request.
+            counts: int [N], how many these are.
+            stopped: bool [N], whether the last one ends its request (end of sequence, a stop
+                string), with "stop". Others finish with "length" when they have all the tokens
+                they asked for, fill the context, or fill all the pages of a rank.
+            failed: number -> why, of those that end without a token more. They finish with "error".
+            redone: numbers of those with drafts that have fewer tokens than the device goes on
+                from, or none. Drafts of these requests are not verified any more.
 
         Raises:
             RuntimeError: it is another plan.
@@ -296,37 +318,38 @@ class Scheduler:
         """
         if plan is not self._unread_plan:
             self._expect_open(plan)
-        _check_sampled(plan, tokens, stopped, failed, several)
+        _check_sampled(plan, tokens, counts, stopped, failed, redone)
         if plan is not self._unread_plan:
             self.advance(plan)
         self._unread_plan = None
         self.statistics.steps += 1
         of, rows = plan.sampled, self.rows
-        here = rows.hold(of.ranks, of.rows, of.request_ids)
-        plain = here
-        odd = {*failed, *several, *plan.drafts, *np.flatnonzero(~here).tolist()}
-        if odd:
-            plain = here.copy()
-            plain[list(odd)] = False
-        ranks, at = of.ranks[plain], of.rows[plain]
-        rows.put(ranks, at, tokens[plain])
-        self.statistics.generated_tokens += len(ranks)
+        here = rows.hold(of.ranks, of.rows, of.request_ids) & plan.is_live
+        ranks, at = of.ranks[here], of.rows[here]
+        before = rows.num_tokens[ranks, at] - 1
+        rows.put(ranks, at, tokens[here], counts[here])
+        self.statistics.generated_tokens += int(counts[here].sum())
+        if plan.has_drafts:
+            self._judge(plan, np.flatnonzero(here), before)
+        for number in redone:
+            if here[number]:
+                self._redo(of.requests[number])
+        full = here & (rows.num_tokens[of.ranks, of.rows] >= rows.limit[of.ranks, of.rows])
         ended: list[tuple[int, Request, FinishReason]] = []
-        for number in np.flatnonzero(plain & stopped).tolist():
-            ended.append((number, of.requests[number], "stop"))
-        for number in odd:
+        for number in sorted({*np.flatnonzero(here & (stopped | full)).tolist(), *failed}):
+            reason: FinishReason = "stop" if stopped[number] else "length"
+            if here[number]:
+                request = of.requests[number]
+                ended.append((number, request, "error" if number in failed else reason))
+        for number in np.flatnonzero(~here & plan.is_live).tolist():
             request = of.requests[number]
             if request.is_finished:
                 continue
-            new = () if number in failed else several.get(number, (int(tokens[number]),))
-            self._put(request, new, number in plan.drafts)
-            self.statistics.generated_tokens += len(new)
-            if number in failed:
-                ended.append((number, request, "error"))
-            elif stopped[number]:
-                ended.append((number, request, "stop"))
-            elif request.num_tokens >= self.limits.most_tokens(request):
-                ended.append((number, request, "length"))
+            # It has its length, or ends by this token.
+            request.known[-1:] = tokens[number, : counts[number]].tolist()
+            self.statistics.generated_tokens += int(counts[number])
+            reason = "stop" if stopped[number] else "length"
+            ended.append((number, request, "error" if number in failed else reason))
         ended.sort(key=lambda one: one[0])
         for number, request, reason in ended:
             self.finish(request, reason, failed.get(number))
@@ -338,10 +361,6 @@ class Scheduler:
         self._open_plan = None
         for rank, row, *_ in plan.new_pages:  # the device was not told of them
             self.rows.stale[rank, row] = self.rows.requests[rank, row] is not None
-        for number in plan.drafts:
-            request = plan.sampled.requests[number]
-            if request.rank is not None:
-                self._ranks[request.rank].shrink(request)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request that runs or waits, and free its pages. RuntimeError if it does neither.
@@ -455,7 +474,10 @@ class Scheduler:
 
     def _grow(self, rank: Rank, request: Request) -> None:
         """Get a decode its pages, preempting for them, itself if it is the last in order."""
-        while not rank.grow(request):
+        wanted = int(self.rows.most_tokens[request.rank, request.row])
+        if not rank.grow(request, wanted):
+            rank.take_back()
+        while not rank.grow(request, wanted):
             last = rank.running[-1]
             if last is rank.running[0]:
                 raise RuntimeError(f"request {request.request_id} outgrew the pages of its rank")
@@ -468,16 +490,71 @@ class Scheduler:
         rank.release(request)
         self._ending[request.request_id] = request
 
-    def _put(self, request: Request, tokens: Sequence[int], had_drafts: bool) -> None:
-        """Put any number of tokens in place of the one that a request awaits."""
-        if request.rows is None:
-            request.known[-1:] = tokens
-            return
-        self.rows.put_one(request, list(tokens))
-        if had_drafts and request.rank is not None:
-            rank = self._ranks[request.rank]
-            rank.keep(request)
-            rank.shrink(request)
+    def _draft(
+        self, steps: list[RankStep], held: dict[Request, int], propose: Propose | None
+    ) -> tuple[np.ndarray, dict[Request, tuple[int, ...]]]:
+        """How many drafts each decode verifies, [R, S], and those that are proposed.
+
+        They are taken from the budgets; `held` gets the pages that those had which need more.
+        """
+        rows, proposed = self.rows, {}
+        if propose is None:
+            due = self.statistics.steps % np.left_shift(1, rows.misses) == 0
+            wanted = np.where(due, self._max_drafts, 0)
+        else:
+            wanted = np.zeros_like(rows.num_tokens)
+            for request in rows.requests[rows.decoding & rows.takes_drafts]:
+                proposed[request] = tuple(propose(request))
+                wanted[request.rank, request.row] = len(proposed[request])
+        most = rows.most_tokens
+        # One place is for the token that is sampled after the last draft.
+        wanted = np.minimum(wanted, rows.limit - most - 1)
+        wanted = np.where(rows.decoding & rows.takes_drafts, np.maximum(wanted, 0), 0)
+        budgets = np.array([step.budget for step in steps])
+        if self._waiting or any(rank.prefilling for rank in self._ranks):
+            others = self.limits.max_sequences - rows.decoding.sum(axis=1)
+            budgets = (budgets - others) // 2
+        before = np.cumsum(wanted, axis=1) - wanted
+        wanted = np.clip(budgets[:, None] - before, 0, wanted)
+        for index, row in zip(*np.nonzero((wanted > 0) & (most + wanted > rows.room)), strict=True):
+            request = rows.requests[index, row]
+            held.setdefault(request, len(request.pages))
+            room = self._ranks[index].stretch(request, int((most + wanted)[index, row]))
+            wanted[index, row] = min(wanted[index, row], room - most[index, row])
+        for step, taken in zip(steps, wanted.sum(axis=1).tolist(), strict=True):
+            step.budget -= taken
+        proposed = {
+            request: drafts[: wanted[request.rank, request.row]]
+            for request, drafts in proposed.items()
+            if wanted[request.rank, request.row]
+        }
+        return wanted, proposed
+
+    def _judge(self, plan: StepPlan, numbers: np.ndarray, before: np.ndarray) -> None:
+        """Keep the pages that sequences with drafts filled, and learn whether these were of use.
+
+        Args:
+            plan: whose tokens are put in place.
+            numbers: [N] of its sequences that decode.
+            before: [N] int, how many tokens each of them had.
+        """
+        of, rows = plan.sampled, self.rows
+        with_drafts = plan.num_drafts[numbers] > 0
+        numbers, before = numbers[with_drafts], before[with_drafts]
+        ranks, at = of.ranks[numbers], of.rows[numbers]
+        now, page_size = rows.num_tokens[ranks, at], self.limits.page_size
+        for number in numbers[(now - 1) // page_size > (before - 1) // page_size].tolist():
+            self._ranks[of.ranks[number]].keep(of.requests[number])
+        misses = np.minimum(rows.misses[ranks, at] + 1, MOST_WAIT.bit_length() - 1)
+        rows.misses[ranks, at] = np.where(now > before + 1, 0, misses)
+
+    def _redo(self, request: Request) -> None:
+        """Have a request decode from its last known token, and without drafts from now on."""
+        rows, at = self.rows, (request.rank, request.row)
+        request.takes_drafts = rows.takes_drafts[at] = False
+        rows.stale[at] = True
+        if self._open_plan is not None:
+            self._open_plan.is_live &= self._open_plan.sampled.requests != request
 
     def _preempt(self, rank: Rank, request: Request) -> None:
         self.statistics.preemptions += 1
@@ -526,29 +603,34 @@ class Scheduler:
 def _check_sampled(
     plan: StepPlan,
     tokens: np.ndarray,
+    counts: np.ndarray,
     stopped: np.ndarray,
     failed: Mapping[int, str],
-    several: Mapping[int, Sequence[int]],
+    redone: Collection[int],
 ) -> None:
     """ValueError if new tokens, or the requests that end, are not those of this step."""
     count = len(plan.sampled)
-    if tokens.shape != (count,) or stopped.shape != (count,):
+    if tokens.ndim != 2 or {len(tokens), *counts.shape, *stopped.shape} != {count}:
         raise ValueError(
-            f"got tokens {tokens.shape} and stopped {stopped.shape}; expected ({count},) of each, "
-            "one for each sequence that samples"
+            f"got tokens {tokens.shape}, counts {counts.shape} and stopped {stopped.shape}; "
+            f"expected ({count}, ...), ({count},) and ({count},), for each sequence that samples"
         )
-    for number in {*failed, *several}:
+    for number in {*failed, *redone}:
         if not 0 <= number < count:
             raise ValueError(f"got tokens of sequence {number}; expected one of {count}")
-    for number, new in several.items():
-        drafts, accepted = plan.drafts.get(number, ()), tuple(new[:-1])
-        # One that fails has none, and one with drafts may have none.
-        fits = not new if number in failed else new or drafts
-        if not fits or drafts[: len(accepted)] != accepted:
+    fewest = np.ones(count, np.intp)
+    fewest[[*failed, *redone]] = 0
+    for number in np.flatnonzero((counts < fewest) | (counts > plan.num_drafts + 1)).tolist():
+        raise ValueError(
+            f"got {counts[number]} tokens of request {plan.sampled.request_ids[number]}; expected "
+            f"{fewest[number]} to {plan.num_drafts[number] + 1}"
+        )
+    for number, drafts in plan.proposed.items():
+        accepted = tuple(tokens[number, : max(counts[number] - 1, 0)].tolist())
+        if drafts[: len(accepted)] != accepted:
             raise ValueError(
-                f"got tokens {list(new)} of request {plan.sampled.request_ids[number]}; expected "
-                f"some of its drafts {list(drafts)} and one more"
+                f"got accepted drafts {list(accepted)} of request "
+                f"{plan.sampled.request_ids[number]}; expected some of {list(drafts)}"
             )
-    for number in (*failed, *(number for number, new in several.items() if not new)):
-        if stopped[number]:
-            raise ValueError(f"sequence {number} stopped without a token; expected one")
+    for number in np.flatnonzero(stopped & (counts == 0)).tolist():
+        raise ValueError(f"sequence {number} stopped without a token; expected one")

@@ -36,20 +36,25 @@ class TokenMasks:
             self._programs[rows] = compile_mask(self.mesh, rows, self.vocab_size)
         return self._programs[rows]
 
-    def change(self, plan: StepPlan, structures: Structures, logits: jax.Array) -> jax.Array:
-        """The logits [R, B, V] with -inf for what the structures of a step's requests rule out.
+    def change(
+        self, plan: StepPlan, structures: Structures, logits: jax.Array, width: int = 1
+    ) -> jax.Array:
+        """The logits [R, L, V] with -inf for what the structures of a step's requests rule out.
 
         Args:
             plan: the step.
             structures: of its requests, each after all tokens of its request. One that cannot be
                 followed any further says so in its `error`.
             logits: of the step; returned as they are if no request has a structure.
+            width: rows of the logits that a sequence has.
         """
-        found = [
-            (structures[one.request.request_id], one.rank, one.row, one.drafts)
-            for one in plan.sampled_of(structures)
-            if not one.request.is_finished and structures[one.request.request_id].error is None
-        ]
+        found = []
+        for one in plan.sampled_of(structures):
+            structure = structures[one.request.request_id]
+            if not one.request.is_finished and structure.error is None:
+                # The first draft that is not allowed is masked, and none after it can stand.
+                drafts = tuple(structure.acceptable(one.drafts))
+                found.append((structure, one.rank, one.place * width, drafts))
         if not found:
             return logits
         ranks, rows = logits.shape[:2]

@@ -4,7 +4,6 @@ import random
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tbo_jax.engine.dispatch import PromptChunk, prompt_chunks
-from tbo_jax.engine.scheduling.plan import StepPlan
+from tbo_jax.engine.prompt_lookup import TO_FIND
+from tbo_jax.engine.scheduling.plan import ScheduledSequence, StepPlan
 from tbo_jax.engine.scheduling.rank import turn_of
 from tbo_jax.engine.scheduling.request import Request, unread_token
 from tbo_jax.engine.scheduling.scheduler import Scheduler
@@ -28,19 +28,25 @@ def next_token(prefix: list[int] | tuple[int, ...]) -> int:
 
 
 class Model:
-    """A cache of token ids in pages; a new token comes from what the pages say, not the request."""
+    """A cache of token ids in pages, and the rows as the device knows them, ahead of the host.
+
+    A new token comes from what the pages say, not the request.
+    """
 
     def __init__(self, num_ranks: int, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
-        self.without_drafts: set[int] = set()  # ids of requests, once a draft was in the way
         self.slots = [[-1] * (num_pages * page_size) for _ in range(num_ranks)]
-        self.tables: dict[tuple[int, int], list[int]] = {}  # what the device was told of the pages
+        self.tables: dict[tuple[int, int], list[int]] = {}  # the pages of each row
+        self.known: dict[tuple[int, int], list[int]] = {}  # and its tokens
 
     def tell(self, scheduler: Scheduler, plan: StepPlan) -> None:
         """The changes of a step; with these the device knows the pages of all of its sequences."""
         rows = scheduler.rows
         for rank, row in np.argwhere(rows.stale).tolist():
-            self.tables[rank, row] = list(rows.requests[rank, row].pages)
+            request = rows.requests[rank, row]
+            self.tables[rank, row] = list(request.pages)
+            if not request.has_unread:
+                self.known[rank, row] = list(request.token_ids)
         rows.stale[:] = False
         of, count = plan.sampled, plan.num_decodes.sum()
         decodes = set(zip(of.ranks[:count].tolist(), of.rows[:count].tolist(), strict=True))
@@ -53,31 +59,81 @@ class Model:
             table = self.tables[request.rank, request.row]
             assert table[: len(request.pages)] == request.pages
 
-    def run(self, plan: StepPlan, before: Dispatched | None = None) -> dict[int, list[int]]:
-        """The new tokens, none where the model has none; `before` is the step that has those which
-        the requests lack still."""
+    def run(self, plan: StepPlan, before: Dispatched | None = None) -> dict[int, NewTokens]:
+        """What each request gets; `before` is the step whose tokens the requests lack still."""
         tokens = {}
         for slots, sequences in zip(self.slots, plan.ranks, strict=True):
             for sequence in sequences:
-                request, end = sequence.request, sequence.request.num_computed + sequence.num_tokens
+                request, drafts = sequence.request, sequence.drafts
+                assert request.rank is not None
+                known = self.known[request.rank, request.row]
+                pages = self.tables[request.rank, request.row][: len(request.pages)]
+                if request.is_prefill:
+                    start, given = request.num_computed, sequence.token_ids
+                else:
+                    check_last(sequence, known, before)
+                    start = len(known) - 1
+                    if TO_FIND in drafts:
+                        drafts = tuple(guess(known, len(drafts)))
+                    given = [known[-1], *drafts]
+                end = start + len(given)
                 places = [
-                    request.pages[i // self.page_size] * self.page_size + i % self.page_size
+                    pages[i // self.page_size] * self.page_size + i % self.page_size
                     for i in range(end)
                 ]
-                for i, token in enumerate(sequence.token_ids, request.num_computed):
-                    slots[places[i]] = before.token(request, token) if token < 0 else token
+                for i, token in enumerate(given, start):
+                    slots[places[i]] = token
                 if sequence.samples:
                     held = [slots[place] for place in places]
-                    last = end - len(sequence.drafts)
-                    sampled = [next_token(held[:stop]) for stop in range(last, end + 1)]
-                    accepted = sequence.accept(sampled)
-                    ends = [i for i, token in enumerate(accepted) if is_end(token)]
-                    accepted = accepted[: ends[0] + 1] if ends else accepted
-                    bad = [i for i, token in enumerate(accepted) if is_bad(token)]
-                    tokens[request.request_id] = accepted[: bad[0]] if bad else accepted
-                    if bad and sequence.drafts:
-                        self.without_drafts.add(request.request_id)
+                    last = end - len(drafts)
+                    new = accepted(drafts, [next_token(held[:n]) for n in range(last, end + 1)])
+                    known += [*new[:-1], 0 if is_bad(new[-1]) else new[-1]]
+                    tokens[request.request_id] = NewTokens(new, bool(drafts))
         return tokens
+
+
+def accepted(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
+    """The new tokens, of those sampled after the last known token and after each draft."""
+    count = 0
+    while count < len(drafts) and drafts[count] == sampled[count] and not is_bad(sampled[count]):
+        count += 1
+    return list(sampled[: count + 1])
+
+
+def check_last(sequence: ScheduledSequence, known: list[int], before: Dispatched | None) -> None:
+    """The last token that the host knows, or where it says that the device has it."""
+    request, token = sequence.request, sequence.request.token_ids[-1]
+    if token >= 0:
+        assert token == known[-1]
+        return
+    assert before is not None and request.rank is not None
+    rows = before.plan.ranks[request.rank]
+    (row,) = [i for i in range(len(rows)) if unread_token(i) == token]
+    assert rows[row].samples and rows[row].request is request
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a step samples for a request, as far as drafts stand; what is after an end too."""
+
+    tokens: list[int]
+    had_drafts: bool
+
+    @property
+    def counted(self) -> list[int]:
+        """Up to the first that ends the request, or is none."""
+        for at, token in enumerate(self.tokens):
+            if is_end(token):
+                return self.tokens[: at + 1]
+            if is_bad(token):
+                return self.tokens[:at]
+        return self.tokens
+
+    @property
+    def is_redone(self) -> bool:
+        """Whether a draft may be the reason that the last one is none."""
+        rest = self.tokens[len(self.counted) :]
+        return self.had_drafts and any(map(is_bad, rest[:1]))
 
 
 @dataclass(frozen=True)
@@ -85,16 +141,8 @@ class Dispatched:
     """A plan that was run while the one before it was not committed."""
 
     plan: StepPlan
-    tokens: dict[int, list[int]]
+    tokens: dict[int, NewTokens]
     chunks: list[PromptChunk]
-
-    def token(self, request: Request, placeholder: int) -> int:
-        """What the device finds in the row that the placeholder names."""
-        assert request.rank is not None
-        rows = self.plan.ranks[request.rank]
-        (row,) = [i for i in range(len(rows)) if unread_token(i) == placeholder]
-        assert rows[row].samples and rows[row].request is request
-        return (self.tokens[request.request_id] or [0])[0]  # what follows no token is thrown away
 
 
 def make(
@@ -144,18 +192,21 @@ def book(
     sampled: Mapping[int, Sequence[int]],
     stopped: Collection[int] = (),
     failed: Mapping[int, str] = MappingProxyType({}),
+    redone: Collection[int] = (),
 ) -> list[Request]:
     """Commit the new tokens of each request, by its id."""
     ids = plan.sampled.request_ids.tolist()
     number = {request_id: at for at, request_id in enumerate(ids)}
-    several = {number[i]: new for i, new in sampled.items() if len(new) != 1 and i not in failed}
-    tokens = [(*sampled.get(i, ()), -99)[0] for i in ids]
+    new = [[] if i in failed else list(sampled.get(i, [-99])) for i in ids]
+    widest = max([1, *map(len, new)])
+    tokens = np.array([[*of, *[-99] * (widest - len(of))] for of in new], np.int64)
     return scheduler.commit(
         plan,
-        np.array(tokens, np.int64),
+        tokens.reshape(len(ids), widest),
+        np.array(list(map(len, new)), np.int64),
         np.isin(ids, list(stopped)),
         {number[i]: why for i, why in failed.items()},
-        several,
+        [number[i] for i in redone],
     )
 
 
@@ -394,28 +445,31 @@ def test_a_second_plan_needs_the_first_one_closed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "stopped", "failed", "several"),
+    ("tokens", "counts", "stopped", "failed", "redone"),
     [
-        ([], [], {}, {}),
-        ([1, 1], [False, False], {}, {}),
-        ([1], [False, True], {}, {}),
-        ([1], [False], {1: "broken"}, {}),
-        ([1], [False], {}, {1: [1]}),
-        ([1], [False], {}, {0: []}),
-        ([1], [False], {}, {0: [1, 2]}),
-        ([1], [True], {0: "broken"}, {}),
-        ([1], [False], {0: "broken"}, {0: [1]}),
+        ([], [], [], {}, []),
+        ([[1], [1]], [1, 1], [False, False], {}, []),
+        ([1], [1], [False], {}, []),
+        ([[1]], [1, 1], [False], {}, []),
+        ([[1]], [1], [False, True], {}, []),
+        ([[1]], [1], [False], {1: "broken"}, []),
+        ([[1]], [1], [False], {}, [1]),
+        ([[1]], [0], [False], {}, []),
+        ([[1, 2]], [2], [False], {}, []),
+        ([[1]], [0], [True], {0: "broken"}, []),
     ],
 )
 def test_tokens_that_do_not_match_the_plan_change_nothing(
-    tokens: list[int], stopped: list[bool], failed: Any, several: Any
+    tokens: list[Any], counts: list[int], stopped: list[bool], failed: Any, redone: list[int]
 ) -> None:
     scheduler = scheduler_of(max_tokens=4)
     scheduler.add(make(0, 3))
     scheduler.add(make(1, 3))  # gets one token of its prompt, so it samples nothing
     plan = scheduler.schedule()
     with pytest.raises(ValueError, match="expected"):
-        scheduler.commit(plan, np.array(tokens), np.array(stopped), failed, several)
+        scheduler.commit(
+            plan, np.array(tokens), np.array(counts), np.array(stopped), failed, redone
+        )
     assert [s.request.num_computed for s in plan.sequences] == [0, 0]
     book(scheduler, plan, {0: [1]})
     assert [s.request.num_computed for s in plan.sequences] == [3, 1]
@@ -599,13 +653,12 @@ def test_drafts_are_accepted_as_far_as_they_are_what_was_sampled() -> None:
     plan = scheduler.schedule(lambda request: [5, 6, 7] if request.request_id == 0 else [])
     assert shape(plan) == [[(0, 4, True), (1, 1, True)]]
     assert plan.sequences[0].token_ids == [7, 5, 6, 7]
-    assert plan.sequences[0].accept([5, 6, 8, 9]) == [5, 6, 8]
-    assert plan.sequences[0].accept([5, 6, 7, 9]) == [5, 6, 7, 9]
-    assert plan.sequences[0].accept([4, 6, 7, 9]) == [4]
-    with pytest.raises(ValueError, match="expected some of its drafts"):
+    with pytest.raises(ValueError, match=r"expected some of \[5, 6, 7\]"):
         book(scheduler, plan, {0: [5, 7, 1], 1: [3]})
+    with pytest.raises(ValueError, match="got 5 tokens of request 0; expected 1 to 4"):
+        book(scheduler, plan, {0: [5, 6, 7, 1, 1], 1: [3]})
     with pytest.raises(ValueError, match="sequence 0 stopped without a token"):
-        book(scheduler, plan, {0: [], 1: [3]}, {0})  # by which token?
+        book(scheduler, plan, {0: [], 1: [3]}, {0}, redone=[0])  # by which token?
     book(scheduler, plan, {0: [5, 6, 8], 1: [3]})
     assert [r.generated_token_ids for r in requests] == [[7, 5, 6, 8], [7, 3]]
     assert [r.num_uncomputed for r in requests] == [1, 1]
@@ -615,13 +668,15 @@ def test_drafts_are_accepted_as_far_as_they_are_what_was_sampled() -> None:
 def test_a_sequence_with_drafts_may_get_none_and_is_where_it_was() -> None:
     request = make(0, 3)
     scheduler = decoding(request)
-    for tokens in ([], [5], []):
+    for tokens in ([5], []):
         before = list(request.token_ids)
         plan = scheduler.schedule(lambda request: [5] * 9)
-        assert book(scheduler, plan, {0: tokens}) == []
+        assert book(scheduler, plan, {0: tokens}, redone=[0] if not tokens else []) == []
         scheduler.check()
         assert request.token_ids == before + tokens and request.num_uncomputed == 1
-        assert len(request.pages) == -(-request.num_tokens // 4)
+    plan = scheduler.schedule(lambda request: [5] * 9)
+    assert not plan.has_drafts  # from now on: they were in the way
+    scheduler.discard(plan)
     plan = scheduler.schedule()
     assert book(scheduler, plan, {0: []}, (), {0: "broken"}) == [request]
     assert (request.finish_reason, request.error) == ("error", "broken")
@@ -635,39 +690,104 @@ def test_drafts_take_what_budget_room_and_pages_leave() -> None:
     plan = scheduler.schedule(lambda request: many)
     assert [len(s.drafts) for s in plan.sequences] == [8, 0]  # 10 tokens, 2 of them due anyway
     scheduler.discard(plan)
-    assert free_pages(scheduler) == [98] and len(old.pages) == 1
     # Four tokens, of which one is there: two drafts and the one after them.
     plan = scheduler.schedule(lambda request: many if request is young else [])
     assert drafts(plan) == [[(), (9, 9)]]
     book(scheduler, plan, {0: [1], 1: [9, 9, 9]})
     assert young.finish_reason == "length" and young.num_generated == 4
-    few = decoding(make(2, 9), make(3, 1), num_pages=6, max_tokens=30)
-    assert free_pages(few) == [1]
+    few = decoding(make(2, 9), make(3, 1), num_pages=8, max_tokens=30)
+    assert free_pages(few) == [3]
     plan = few.schedule(lambda request: many)
-    # 10 and 2 tokens in 3 pages and 1: the one left goes to the first.
+    # 10 and 2 tokens in 3 pages and 1: the first gets what is to spare, a page beside one for each.
     assert [len(s.drafts) for s in plan.sequences] == [6, 2]
     book(few, plan, {2: [1], 3: [1]})
-    assert free_pages(few) == [1]
+    assert free_pages(few) == [2]
     full = decoding(make(4, 7), max_context=9)
     assert drafts(full.schedule(lambda request: many)) == [[()]]
 
 
-def test_no_drafts_beside_a_prompt_and_none_ahead() -> None:
+def test_drafts_that_are_proposed_are_not_ahead() -> None:
     scheduler = decoding(make(0, 3))
-    scheduler.add(make(1, 3))
     plan = scheduler.schedule(lambda request: [1, 2])
-    assert shape(plan) == [[(0, 1, True), (1, 3, True)]]
     scheduler.advance(plan)
-    with pytest.raises(RuntimeError, match="with drafts no step is planned before"):
+    with pytest.raises(RuntimeError, match="drafts are not proposed before the last's commit"):
         scheduler.schedule(lambda request: [1, 2])
-    book(scheduler, plan, {0: [1], 1: [1]})
-    plan = scheduler.schedule(lambda request: [1, 2])
-    assert plan.num_drafts == 4
-    scheduler.advance(plan)
-    with pytest.raises(RuntimeError, match="with drafts no step is planned before"):
-        scheduler.schedule()
-    book(scheduler, plan, {0: [1, 2, 3], 1: [4]})
+
+
+def test_beside_prompts_drafts_take_half_of_what_the_other_rows_leave() -> None:
+    scheduler = decoding(make(0, 3), make(1, 3), max_drafts=8)
+    scheduler.add(make(2, 30))
+    plan = scheduler.schedule()
+    # 16 tokens, of which 2 are due and 2 are for the other rows.
+    assert shape(plan) == [[(0, 7, True), (1, 1, True), (2, 8, False)]]
+
+
+def test_a_step_ahead_takes_all_drafts_for_right() -> None:
+    """It has pages for them, and no more drafts than may follow."""
+    request = make(0, 3, max_new_tokens=10)
+    scheduler = decoding(request, max_drafts=3)
+    first = scheduler.schedule()
+    assert shape(first) == [[(0, 4, True)]]
+    scheduler.advance(first)
+    second = scheduler.schedule()
+    # It has 5 tokens now, or up to 8; with these and the drafts it needs 11.
+    assert shape(second) == [[(0, 4, True)]] and len(request.pages) == 3
+    book(scheduler, first, {0: [5, 6, 7, 8]})
+    assert request.num_tokens == 8
+    scheduler.advance(second)
+    third = scheduler.schedule()
+    # Of 13 tokens it has 9, or all but one: no draft may be right then.
+    assert shape(third) == [[(0, 1, True)]]
+    book(scheduler, second, {0: [9]})
+    assert (request.num_tokens, request.finish_reason) == (9, None)
+    scheduler.advance(third)
     scheduler.check()
+
+
+def test_a_token_that_does_not_count_voids_what_follows_it() -> None:
+    request, other = make(0, 3), make(1, 3)
+    scheduler = decoding(request, other, max_drafts=3)
+    first = scheduler.schedule()
+    scheduler.advance(first)
+    scheduler.rows.stale[:] = False
+    second = scheduler.schedule()
+    book(scheduler, first, {0: [5], 1: [6]}, redone=[0])
+    assert second.is_live.tolist() == [False, True]
+    assert scheduler.rows.stale[0].tolist() == [True, False, False, False]
+    scheduler.advance(second)
+    third = scheduler.schedule()
+    assert shape(third) == [[(0, 1, True), (1, 4, True)]]
+    book(scheduler, second, {0: [99], 1: [8]})
+    assert [request.generated_token_ids, other.generated_token_ids] == [[7, 5], [7, 6, 8]]
+    scheduler.advance(third)
+    scheduler.check()
+
+
+def test_drafts_of_no_use_are_made_less_often() -> None:
+    scheduler = decoding(make(0, 3, max_new_tokens=300), max_drafts=2, max_context=300)
+    counts = []
+    for _ in range(100):
+        plan = scheduler.schedule()
+        counts.append(int(plan.num_drafts[0]))
+        book(scheduler, plan, {0: [7]})
+    assert (sum(map(bool, counts)) <= 8 and not any(counts[-20:-10])) or not any(counts[-10:])
+    while not plan.has_drafts:
+        plan = scheduler.schedule()
+        book(scheduler, plan, {0: [7, 7, 7] if plan.has_drafts else [7]})
+    assert scheduler.schedule().has_drafts
+
+
+def test_pages_of_rejected_drafts_are_taken_back_before_anything_is_preempted() -> None:
+    requests = [make(i, 3) for i in range(2)]
+    scheduler = decoding(*requests, max_drafts=6, num_pages=7, page_size=4)
+    plan = scheduler.schedule()
+    assert [len(request.pages) for request in requests] == [3, 1]
+    book(scheduler, plan, {0: [7], 1: [7]})
+    while requests[0].num_tokens < 12:
+        plan = scheduler.schedule()
+        book(scheduler, plan, {0: [7], 1: [7]})
+        scheduler.check()
+    assert free_pages(scheduler) == [0] and scheduler.statistics.preemptions == 0
 
 
 # Whole runs
@@ -685,6 +805,7 @@ class Workload:
     priorities: tuple[int, ...] = ()  # of the requests in turn; none: all have one
     told: int = 0  # every so-many-th request wants log-probabilities of its prompt; 0: none
     deterministic: bool = False
+    max_drafts: int = 0
 
     def priority(self, number: int) -> int:
         return self.priorities[number % len(self.priorities)] if self.priorities else 0
@@ -698,7 +819,11 @@ class Workload:
         ]
         for request in requests[:: self.told] if self.told else []:
             request.prompt_logprobs = PromptLogprobs(request.prompt_token_ids, 0)
-        options = dict(prefix_cache=self.prefix_cache, deterministic=self.deterministic)
+        options = dict(
+            prefix_cache=self.prefix_cache,
+            deterministic=self.deterministic,
+            max_drafts=self.max_drafts,
+        )
         return Scheduler(**sizes, **options), model, requests
 
 
@@ -740,12 +865,13 @@ def is_bad(token: int) -> bool:
     return token % 29 == 1
 
 
-def commit(scheduler: Scheduler, plan: StepPlan, tokens: dict[int, list[int]]) -> list[Request]:
+def commit(scheduler: Scheduler, plan: StepPlan, tokens: dict[int, NewTokens]) -> list[Request]:
     """Commit what the model gave. Of a sequence with drafts nothing is no failure yet."""
-    stopped = {i for i, new in tokens.items() if new and is_end(new[-1])}
-    lone = {s.request.request_id for s in plan.sequences if not s.drafts}
-    failed = {i: "no token" for i, new in tokens.items() if not new and i in lone}
-    return book(scheduler, plan, tokens, stopped, failed)
+    counted = {i: new.counted for i, new in tokens.items()}
+    stopped = {i for i, new in counted.items() if new and is_end(new[-1])}
+    redone = [i for i, new in tokens.items() if i not in stopped and new.is_redone]
+    failed = {i: "no token" for i, new in counted.items() if not new and i not in redone}
+    return book(scheduler, plan, counted, stopped, failed, redone)
 
 
 def expected_tokens(request: Request, limit: int) -> tuple[list[int], str]:
@@ -825,22 +951,24 @@ def check_told(request: Request) -> None:
     assert [one.token_id for one in known[1:] if one is not None] == values
 
 
-def guess(request: Request) -> list[int]:
+def guess(token_ids: list[int], most: int | None = None) -> list[int]:
     """Drafts that are right up to some place, of a number that changes."""
-    rng = random.Random(repr(request.token_ids))
-    ids, count, right = list(request.token_ids), rng.randrange(5), rng.randrange(5)
+    rng = random.Random(repr(token_ids))
+    ids, count, right = list(token_ids), rng.randrange(5), rng.randrange(5)
     for _ in range(right):
         ids.append(next_token(ids))
-    return [*ids[request.num_tokens :], *[1] * 5][:count]
-
-
-def propose_to(model: Model, request: Request) -> list[int]:
-    return [] if request.request_id in model.without_drafts else guess(request)
+    drafts = [*ids[len(token_ids) :], *[1] * 40]
+    return drafts[: count if most is None else most]
 
 
 def simulate_drafts(load: Workload) -> tuple[Scheduler, list[Request]]:
-    """Decodes verify drafts, right and wrong ones."""
+    """Decodes verify drafts, right and wrong ones, which the host proposes."""
     return simulate(replace(load, deterministic=False), propose=True)
+
+
+def simulate_drafts_ahead(load: Workload) -> tuple[Scheduler, list[Request]]:
+    """Decodes verify drafts of the device, while steps run ahead."""
+    return simulate_ahead(replace(load, deterministic=False, max_drafts=3))
 
 
 def simulate(load: Workload, propose: bool = False) -> tuple[Scheduler, list[Request]]:
@@ -857,7 +985,7 @@ def simulate(load: Workload, propose: bool = False) -> tuple[Scheduler, list[Req
                 scheduler.abort(request_id)
         decoding = [r for r in requests if r.rank is not None and not r.is_prefill]
         were_off = [r for r in requests if r.rank is None]
-        plan = scheduler.schedule(partial(propose_to, model) if propose else None)
+        plan = scheduler.schedule((lambda r: guess(r.token_ids)) if propose else None)
         scheduler.check()
         check_plan(plan, load, decoding)
         check_order(scheduler, plan, were_off)
@@ -893,14 +1021,14 @@ def simulate_ahead(load: Workload) -> tuple[Scheduler, list[Request]]:
     """Each step is run before the tokens of the one before are committed, unless it preempts."""
     scheduler, model, requests = load.make()
 
-    def dispatch(before: Dispatched | None = None) -> Dispatched | None:
+    def dispatch(before: Dispatched | None = None, fails: bool = False) -> Dispatched | None:
         decoding = [r for r in requests if r.rank is not None and not r.is_prefill]
         were_off = [r for r in requests if r.rank is None]
         plan = scheduler.schedule()
         scheduler.check()
         check_plan(plan, load, decoding)
         check_order(scheduler, plan, were_off)
-        if plan.sequences:
+        if plan.sequences and not fails:
             model.tell(scheduler, plan)
             return Dispatched(plan, model.run(plan, before), prompt_chunks(plan))
         scheduler.discard(plan)
@@ -919,16 +1047,15 @@ def simulate_ahead(load: Workload) -> tuple[Scheduler, list[Request]]:
             scheduler.advance(step.plan)
             scheduler.check()
             if not scheduler.must_preempt:
-                following = dispatch(step)
-            live = {s.request.request_id for s in step.plan.sequences if not s.request.is_finished}
+                following = dispatch(step, now in load.failures)
             if now in load.crashes:
                 scheduler.start_over()
                 following = None
             else:
                 tell_prompts(step.chunks)
-                commit(scheduler, step.plan, {i: t for i, t in step.tokens.items() if i in live})
+                commit(scheduler, step.plan, step.tokens)
             scheduler.check()
-        if following is not None and (following.plan.is_dead or now in load.failures):
+        if following is not None and following.plan.is_dead:
             scheduler.discard(following.plan)
             following = None
         step = following
@@ -937,8 +1064,11 @@ def simulate_ahead(load: Workload) -> tuple[Scheduler, list[Request]]:
     return scheduler, requests
 
 
+RUNS = [simulate, simulate_ahead, simulate_drafts, simulate_drafts_ahead]
+
+
 @settings(max_examples=300, deadline=None)
-@given(workloads(), st.sampled_from([simulate, simulate_ahead, simulate_drafts]))
+@given(workloads(), st.sampled_from(RUNS))
 def test_every_request_finishes_with_exactly_its_tokens(load: Workload, run: Any) -> None:
     scheduler, requests = run(load)
     sizes = load.sizes
@@ -963,7 +1093,7 @@ def test_every_request_finishes_with_exactly_its_tokens(load: Workload, run: Any
 
 
 @pytest.mark.parametrize("priorities", [(), (0, 2, -1, 1)], ids=["equal", "priorities"])
-@pytest.mark.parametrize("run", [simulate, simulate_ahead, simulate_drafts])
+@pytest.mark.parametrize("run", RUNS)
 def test_a_crowded_pool_preempts_and_still_serves_all(
     run: Any, priorities: tuple[int, ...]
 ) -> None:

@@ -19,7 +19,8 @@ from tbo_jax.text import Tokenizer
 from tests.engine.option_checks import Step
 from tests.engine.structured.letters import end_ids, letters_tokenizer
 
-VOCABULARY, RANKS, ROWS = 153, 2, 6  # no multiple of 32
+VOCABULARY, RANKS, SEQUENCES, DRAFTS = 153, 2, 4, 2  # no multiple of 32
+ROWS = SEQUENCES * (1 + DRAFTS)
 TOKENIZER = Tokenizer(letters_tokenizer())
 ENDS = end_ids(TOKENIZER)
 OPTIONS: list[dict[str, Any]] = [
@@ -46,22 +47,22 @@ def masks() -> TokenMasks:
 class Row:
     """A sequence of a step, and what each of its rows of logits may become, found one by one."""
 
-    def __init__(self, rng: np.random.Generator, request_id: int, room: int, structure: Any):
+    def __init__(self, rng: np.random.Generator, request_id: int, structure: Any):
         self.structure: Structure | None = structure
         request = Request(request_id, (1, 2), SamplingParams())
         if rng.random() < 0.1:
             request.finish_reason = "abort"
         self.samples = bool(rng.random() < 0.85) and not request.is_finished
         self.expected: list[np.ndarray] = []  # of each row, up to one that nothing follows
-        drafts = self._walk(rng, room) if structure is not None else []
+        drafts = self._walk(rng) if structure is not None else []
         self.sequence = ScheduledSequence(request, 1 + len(drafts), self.samples, tuple(drafts))
 
-    def _walk(self, rng: np.random.Generator, room: int) -> list[int]:
+    def _walk(self, rng: np.random.Generator) -> list[int]:
         """Be somewhere in the text; find the masks there and after each draft, and go back."""
         assert self.structure is not None
         begun = self._follow(rng, int(rng.integers(0, 3)), 1.0)
         self.structure.restart(begun)
-        drafts = self._follow(rng, min(room - 1, 2), 0.8) if begun else []
+        drafts = self._follow(rng, DRAFTS, 0.8) if begun else []
         self.structure.restart(begun)
         for draft in [*drafts, None]:
             self.expected.append(allowed(self.structure))
@@ -98,19 +99,19 @@ def test_random_steps_equal_masks_one_by_one(masks: TokenMasks, seed: int) -> No
         ranks: list[list[Row]] = [[] for _ in range(RANKS)]
         structures: dict[int, Structure] = {}
         for rank, rows in enumerate(ranks):
-            while (room := ROWS - sum(row.sequence.num_tokens for row in rows)) > 0:
-                request_id = rank * ROWS + len(rows)
+            for place in range(SEQUENCES):
+                request_id = rank * SEQUENCES + place
                 options: Any = OPTIONS[rng.integers(len(OPTIONS))]
                 structure = compiled.structure(SamplingParams(**options))
                 if structure is not None:
                     structures[request_id] = structure
-                rows.append(Row(rng, request_id, room, structure))
+                rows.append(Row(rng, request_id, structure))
         plan = Step(tuple(tuple(row.sequence for row in rows) for rows in ranks))
         logits = rng.normal(0, 4, (RANKS, ROWS, VOCABULARY)).astype(np.float32)
-        found = np.asarray(masks.change(plan, structures, logits))
+        found = np.asarray(masks.change(plan, structures, logits, 1 + DRAFTS))
         for rank, rows in enumerate(ranks):
-            at = 0
-            for row in rows:
+            for place, row in enumerate(rows):
+                at = place * (1 + DRAFTS)
                 for index in range(row.sequence.num_tokens):
                     given, mine = logits[rank, at + index], found[rank, at + index]
                     if row.structure is None or not row.samples:
@@ -119,7 +120,6 @@ def test_random_steps_equal_masks_one_by_one(masks: TokenMasks, seed: int) -> No
                         assert np.array_equal(mine, np.where(row.expected[index], given, -np.inf))
                         compared += 1
                         drafted += index > 0
-                at += row.sequence.num_tokens
     assert compared > 40 and drafted > 8
 
 
