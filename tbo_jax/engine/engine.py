@@ -504,16 +504,23 @@ class Engine:
         plan, of, stats = step.plan, step.plan.sampled, self.statistics
         (tokens, counts), described = step.read(), step.read_described()
         wanted, flags = self.scheduler.awaits(plan)
-        last = tokens[np.arange(len(of)), np.maximum(counts - 1, 0)]
+        one_each = tokens.shape[1] == 1
+        last = tokens[:, 0] if one_each else tokens[np.arange(len(of)), np.maximum(counts - 1, 0)]
         single = (flags & SINGLE > 0) | (last == NOT_FINITE)
         plain = wanted & ~single
-        ends = self._ends[tokens] & (np.arange(tokens.shape[1]) < counts[:, None])
-        stopped = plain & (flags & IGNORES_EOS == 0) & ends.any(axis=1)
-        counts = np.where(stopped, ends.argmax(axis=1) + 1, counts)
-        stats.sampled_rows += int(plain.sum())
-        stats.generated_tokens += int(counts[plain].sum() - stopped.sum())
-        stats.accepted_tokens += int(counts[plain].sum() - plain.sum())
-        stats.drafted_tokens += int(plan.num_drafts[wanted].sum())
+        stopped = plain & (flags & IGNORES_EOS == 0)
+        if one_each:
+            stopped &= self._ends[last]
+        else:
+            ends = self._ends[tokens] & (np.arange(tokens.shape[1]) < counts[:, None])
+            stopped &= ends.any(axis=1)
+            counts = np.where(stopped, ends.argmax(axis=1) + 1, counts)
+            stats.accepted_tokens += int(counts[plain].sum() - plain.sum())
+            stats.drafted_tokens += int(plan.num_drafts[wanted].sum())
+        count = int(plain.sum())
+        stats.sampled_rows += count
+        stats.generated_tokens += count if one_each else int(counts[plain].sum())
+        stats.generated_tokens -= int(stopped.sum())
 
         looked_at: dict[int, _Sampled] = {}
         for number in np.flatnonzero(wanted & single).tolist():
@@ -539,9 +546,12 @@ class Engine:
 
         streaming = plain & (flags & QUIET == 0)
         if streaming.any():
-            each = np.arange(tokens.shape[1]) < counts[streaming, None]
-            request_ids = np.repeat(of.request_ids[streaming], counts[streaming])
-            self._tell(request_ids, tokens[streaming][each], rest)
+            request_ids, told = of.request_ids[streaming], last[streaming]
+            if not one_each:
+                each = np.arange(tokens.shape[1]) < counts[streaming, None]
+                request_ids = np.repeat(request_ids, counts[streaming])
+                told = tokens[streaming][each]
+            self._tell(request_ids, told, rest)
         for number, found in looked_at.items():
             self._tell_one(of.requests[number], found, rest)
         for request_id, text in rest.items():  # of those of which nothing was told yet

@@ -313,7 +313,9 @@ def test_a_rank_gives_what_it_gives_alone(engine, data):
             _, found, alone = run([of if r == rank else [] for r, of in enumerate(lengths)])
             assert found == mine
             rows = [
-                place * (1 + DRAFTS) + n for place, of in enumerate(mine) for n in range(len(of))
+                place * (1 + buckets[0].drafts) + n
+                for place, of in enumerate(mine)
+                for n in range(len(of))
             ]
             np.testing.assert_allclose(together[rank, rows], alone[rank, rows], atol=1e-5)
     finally:

@@ -168,7 +168,26 @@ def test_the_same_tokens_ahead_of_those_before(engine, compilations):
 
 
 @slow
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "waiting"])
+def test_the_same_tokens_with_drafts_of_the_device(engine, speculating, ahead, compilations):
+    """These are known to the host, which masks what may follow them."""
+    before = preemptions(speculating), speculating.statistics.accepted_tokens
+    speculating.look_ahead = ahead
+    for seed in range(60, 90):
+        load = structured_load(seed)
+        expected = run(engine, load)
+        check_texts(load, expected)
+        assert run(speculating, load) == expected
+        speculating.check()
+    speculating.look_ahead = True
+    assert preemptions(speculating) > before[0]
+    assert speculating.statistics.accepted_tokens - before[1] > 20
+    assert compilations() == 0
+
+
+@slow
 def test_the_same_tokens_with_drafts(engine, speculating, monkeypatch, compilations):
+    monkeypatch.setattr(speculating, "look_ahead", False)
     before = preemptions(speculating)
     for seed in range(20, 40):
         load = structured_load(seed)
@@ -341,6 +360,7 @@ def test_what_cannot_be_followed_amid_drafts(speculating, monkeypatch, count):
     wanted = SamplingParams(regex="[xz]{12}", max_new_tokens=20)
     load = Load([[5], [6]], [wanted] * 2, [0] * 2)
     expected = run(speculating, load)
+    monkeypatch.setattr(speculating, "look_ahead", False)
     monkeypatch.setattr(speculating, "_propose", drafting(load, expected))
     push, first = Structure.push, []
 

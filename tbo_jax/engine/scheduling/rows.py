@@ -44,6 +44,7 @@ class Rows:
         self.decoding = np.zeros(shape, bool)
         self.num_tokens = np.zeros(shape, np.int32)
         self.slack = np.zeros(shape, np.int32)
+        self._has_slack = False  # any of it
         self.misses = np.zeros(shape, np.int32)
         self.takes_drafts = np.zeros(shape, bool)
         self.limit = np.zeros(shape, np.int32)
@@ -124,11 +125,13 @@ class Rows:
         For each of their drafts [N] there may be one more.
         """
         self.num_tokens[ranks, rows] += 1
-        self.slack[ranks, rows] = drafts
+        if drafts.any():
+            self.slack[ranks, rows] = drafts
+            self._has_slack = True
         self.unread[ranks, rows] = places
 
     def put(
-        self, ranks: np.ndarray, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray
+        self, ranks: np.ndarray, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray | int = 1
     ) -> None:
         """The tokens [N, W] that were awaited: the first `counts` [N] of each row, 0 or more."""
         width = tokens.shape[1]
@@ -136,19 +139,26 @@ class Rows:
             more = width - self._pending.shape[2]
             self._pending = np.pad(self._pending, ((0, 0), (0, 0), (0, more)))
         at = self._num_pending[ranks, rows]
-        for request in self.requests[ranks, rows][at + width > self._pending.shape[2]]:
-            self.fetch(request)
-        at = self._num_pending[ranks, rows]
+        full = at + width > self._pending.shape[2]
+        if full.any():
+            for request in self.requests[ranks[full], rows[full]]:
+                self.fetch(request)
+            at = self._num_pending[ranks, rows]
         for column in range(width):  # what is beyond the counts is overwritten
             self._pending[ranks, rows, at + column] = tokens[:, column]
         self._num_pending[ranks, rows] = at + counts
-        self.num_tokens[ranks, rows] += counts - 1
-        self.slack[ranks, rows] = 0
+        if self._has_slack:
+            self.slack[:] = 0
+            self._has_slack = False
+        if not isinstance(counts, int):
+            self.num_tokens[ranks, rows] += counts - 1
         self.unread[ranks, rows] = NOBODY
 
     @property
     def most_tokens(self) -> np.ndarray:
         """What `num_tokens` may be at most, [R, S]: a step leaves no row more than its limit."""
+        if not self._has_slack:
+            return self.num_tokens
         return np.minimum(self.num_tokens + self.slack, self.limit)
 
     @property
