@@ -1,9 +1,10 @@
 """Time what the host does in a decode step, with the device's work replaced by constants.
 
-    python benchmarks/host.py [--ranks 8] [--rows 256] [--context 4096] [--json FILE]
+    python benchmarks/host.py [--ranks 8] [--rows 256] [--context 4096] [--speculate 4]
 
 Every row decodes: nothing is admitted and nothing ends. Steps are not compiled and not run; in
-their place stands a program that gives the same token for all rows. All else is the engine's: it
+their place stands a program that gives the same token for all rows, and says that all drafts stand.
+All else is the engine's: it
 plans, sends what the devices do not know to as many CPU devices as there are ranks, reads tokens,
 books them and makes text and events of them. So the figures are those of the host alone, of one
 core. Medians over the steps.
@@ -15,6 +16,7 @@ are not: the device has its next step by then.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import platform
 import statistics
@@ -32,11 +34,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from tbo_jax import CacheConfig, ModelRunner, SamplingParams
+from tbo_jax import Bucket, CacheConfig, ModelRunner, SamplingParams
 from tbo_jax.checkpoint.load import read_config
 from tbo_jax.engine.dispatch import DispatchedStep, Dispatcher
 from tbo_jax.engine.engine import Engine
-from tbo_jax.engine.row_state import RowState, SampledStep, SampledSteps
+from tbo_jax.engine.row_state import RowState, SampledStep, sampled_rows
 from tbo_jax.engine.scheduling.scheduler import Scheduler
 from tbo_jax.host.progress import progress_bar
 from tbo_jax.parallel.sharding import RANKS, make_mesh
@@ -61,6 +63,8 @@ class Arguments:
     """Steps that are timed."""
     stream: bool = True
     """Have an event, with its text, for each token; otherwise text is made at the end."""
+    speculate: int = 0
+    """Drafts of a request in a step, all of which stand."""
     look_ahead: bool = True
     """Dispatch a step before the tokens of the one before are read."""
     json: Path | None = None
@@ -104,7 +108,7 @@ def make_engine(args: Arguments, watch: Stopwatch) -> Engine:
     config, _ = read_config(MODEL, np.float32)
     # Experts would have to divide over the ranks; the host does the same without them.
     config = dataclasses.replace(config, num_experts=0)
-    pages = -(-(args.context + args.steps + PAGE_SIZE) // PAGE_SIZE)
+    pages = -(-(args.context + (args.steps + PAGE_SIZE) * (1 + args.speculate)) // PAGE_SIZE)
     cache = CacheConfig(
         num_pages=args.rows * pages + 1, page_size=PAGE_SIZE, pages_per_sequence=pages,
         max_tokens=args.rows * args.context,  # all prompts are computed in one step
@@ -112,23 +116,25 @@ def make_engine(args: Arguments, watch: Stopwatch) -> Engine:
     runner = ModelRunner(abstract_model(config, False), cache, mesh=make_mesh(args.ranks))
     engine = Engine(
         runner, Tokenizer.from_folder(MODEL), frozenset(), max_sequences=args.rows,
-        max_context=pages * PAGE_SIZE, look_ahead=args.look_ahead,
+        max_context=pages * PAGE_SIZE, look_ahead=args.look_ahead, speculate=args.speculate,
     )  # fmt: skip
 
     place = NamedSharding(runner.mesh, PartitionSpec(RANKS))
-    tokens = jax.device_put(np.full((args.ranks, args.rows), 300, np.int32), place)
+    tokens = np.full((args.ranks, args.rows * (1 + args.speculate)), 300, np.int32)
+    last = jax.device_put(tokens[:, : args.rows], place)
+    # Of a prompt one token, of a decode all drafts and one more.
+    stand = [np.full((args.ranks, args.rows), n, np.int32) for n in (1, 1 + args.speculate)]
+    stand = [jax.device_put(counts, place) for counts in stand]
+    readable = {
+        bucket: jax.device_put(tokens[:, : sampled_rows(bucket)], place)
+        for bucket in engine.buckets
+    }
 
-    program = SampledSteps.of(engine.runner, args.rows)
-    shapes = RowState.shapes(args.rows, cache)
-    state = jax.tree.map(
-        lambda leaf: jax.device_put(np.zeros((args.ranks, *leaf.shape), leaf.dtype), place), shapes
-    )
-    assert jax.tree.map(np.shape, state) == jax.tree.map(
-        np.shape, program.shapes(engine.buckets[0])[0]
-    )
-    given = SampledStep(None, tokens, tokens, state)
-
-    def run(weights: Any, buffers: Any, state: RowState, inputs: Any) -> tuple[SampledStep, Any]:
+    def run(
+        bucket: Bucket, weights: Any, buffers: Any, state: RowState, inputs: Any
+    ) -> tuple[SampledStep, Any]:
+        counts = stand[bucket.decode] if bucket.drafts else None
+        given = SampledStep(None, last, readable[bucket], state, counts)
         for leaf in jax.tree.leaves(inputs):  # as the call of a program does
             if isinstance(leaf, np.ndarray):
                 watch.bytes += leaf.nbytes
@@ -136,7 +142,9 @@ def make_engine(args: Arguments, watch: Stopwatch) -> Engine:
                     jax.device_put(leaf, place)
         return given, buffers
 
-    engine.runner.compile = lambda bucket, micro_batches=None: run  # type: ignore[method-assign]
+    engine.runner.compile = (  # type: ignore[method-assign]
+        lambda bucket, micro_batches=None: functools.partial(run, bucket)  # type: ignore[return-value]
+    )
     engine._dispatcher._buffers = lambda: None  # type: ignore[method-assign, assignment]
     return engine
 
@@ -157,7 +165,8 @@ def measure(args: Arguments, progress: Callable[[int, int], None]) -> dict[str, 
     watch = Stopwatch()
     engine = make_engine(args, watch)
     rng = np.random.default_rng(0)
-    sampling = SamplingParams(max_new_tokens=args.steps + PAGE_SIZE, ignore_eos=True)
+    new = (args.steps + PAGE_SIZE) * (1 + args.speculate)
+    sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
     for number in range(args.ranks * args.rows):
         # As many rows get a page in each step.
         length = max(1, args.context - number // args.ranks % PAGE_SIZE)
@@ -172,7 +181,8 @@ def measure(args: Arguments, progress: Callable[[int, int], None]) -> dict[str, 
             start = time.perf_counter()
             events = engine.step()
             spent = time.perf_counter() - start
-            assert len(events) == args.ranks * args.rows * args.stream
+            tokens = args.ranks * args.rows * (1 + args.speculate)
+            assert len(events) == tokens * args.stream
             rest = spent - sum(watch.seconds.values())
             critical = spent - watch.seconds.get(OFF_THE_PATH, 0.0)
             steps.append(
@@ -210,7 +220,7 @@ def main(args: Arguments) -> None:
     if args.json is not None:
         values = {
             "ranks": args.ranks, "rows": args.rows, "context": args.context,
-            "look_ahead": args.look_ahead, "stream": args.stream,
+            "look_ahead": args.look_ahead, "stream": args.stream, "speculate": args.speculate,
             "device": "replaced by constants",
             "python": platform.python_version(), "jax": jax.__version__,
             "seconds": {name: value for name, value in found.items() if name != "bytes"},

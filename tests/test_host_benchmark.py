@@ -13,10 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("look_ahead", [True, False])
-def test_figures(tmp_path: Path, look_ahead: bool) -> None:
-    options = ["--ranks", "2", "--rows", "8", "--context", "100", "--steps", "4"]
-    options += ["--look-ahead"] if look_ahead else ["--no-look-ahead"]
+@pytest.mark.parametrize(
+    "given", [["--look-ahead"], ["--no-look-ahead"], ["--speculate", "2"]], ids=" ".join
+)
+def test_figures(tmp_path: Path, given: list[str]) -> None:
+    options = ["--ranks", "2", "--rows", "8", "--context", "100", "--steps", "4", *given]
     command = [sys.executable, "benchmarks/host.py", *options, "--json", str(tmp_path / "h.json")]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
     found = json.loads((tmp_path / "h.json").read_text())
