@@ -233,6 +233,7 @@ class Engine:
         salt: str = "",
         stream: bool = True,
         priority: int = 0,
+        generated: Iterable[int] = (),
     ) -> int:
         """Queue a request; returns its id.
 
@@ -247,18 +248,23 @@ class Engine:
                 strings), which saves the host some of its work.
             priority: the lower, the earlier its turn; requests of one priority have theirs as they
                 came (`Scheduler`). As vLLM's.
+            generated: tokens that another engine gave for it until it was lost. The request goes on
+                after them with what it would have given, if `params` have a seed. They count as its
+                own, but have no events; neither has the text that was told with them. (Without
+                `stream` the last event has all the text, theirs too.)
 
         Raises:
             ValueError: `params` are no `SamplingParams`, ask for several completions, or for what
                 this model or engine cannot (`request_options`); the prompt is empty or too long, or
                 not of token ids: integers from 0 up to the size of the vocabulary; `priority` is no
-                integer.
+                integer; the request cannot go on after `generated`.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params is {params!r:.80}: expected SamplingParams")
         priority = checked_priority(priority)
         check_prompt_logprobs(params, self.max_prompt_logprobs)
         ids = self._token_ids(prompt_token_ids)
+        before = self._token_ids(generated, "generated")
         if params.n != 1:
             raise ValueError(f"SamplingParams.n is {params.n}: expected 1; an engine runs requests")
         options = request_options(
@@ -282,17 +288,60 @@ class Engine:
         drafts = drafts and (structure is None or structure.takes_drafts)
         with self._lock:
             request = Request(self._next_id, ids, params, salt, seed, flags, priority, told, drafts)
+            request.known += before
+            running = _Running(request, running_stream, owner, options, structure)
+            is_partial = self._goes_on(running)
             self.scheduler.add(request)
             self._next_id += 1
-            self._running[request.request_id] = _Running(
-                request, running_stream, owner, options, structure
-            )
+            self._running[request.request_id] = running
+            if is_partial:
+                self._partial.add(request.request_id)
             if options is not None:
                 self._with_options[request.request_id] = options
             if structure is not None:
                 self._structures[request.request_id] = structure
             self.statistics.prompt_tokens += len(ids)
             return request.request_id
+
+    def _goes_on(self, running: _Running) -> bool:
+        """Bring text and structure to where a new request's generated tokens lead.
+
+        Returns:
+            Whether they end amid a character, of a request whose tokens are not looked at singly.
+
+        Raises:
+            ValueError: the request ends with them, or before.
+        """
+        request = running.request
+        tokens = request.generated_token_ids
+        if not tokens:
+            return False
+        most = self.scheduler.limits.most_tokens(request) - len(request.prompt_token_ids)
+        ended = any(self.ends(request.params, token) for token in tokens)
+        is_partial, structure = self._restart(running), running.structure
+        if structure is not None and structure.error is not None:
+            raise ValueError(f"generated: {structure.error}")
+        assert running.stream is not None
+        complete = structure is not None and structure.matcher.is_stopped()
+        if ended or complete or running.stream.stopped or len(tokens) >= most:
+            raise ValueError(
+                f"generated has {len(tokens)} tokens, and the request ends with them or before: "
+                "expected tokens that it goes on after"
+            )
+        return is_partial
+
+    def _restart(self, running: _Running) -> bool:
+        """Make text and structure anew of the tokens so far; whether they end amid a character.
+
+        Of a request whose tokens are looked at one by one the latter does not matter.
+        """
+        request = running.request
+        running.stream = self._stream(request.params)
+        for token in request.generated_token_ids:
+            running.stream.push(token)
+        if running.structure is not None:
+            running.structure.restart(request.generated_token_ids)
+        return not request.flags & SINGLE and not running.stream.is_whole
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile the grammar of requests to come, so that `add` finds it; nobody waits for it.
@@ -310,17 +359,17 @@ class Engine:
             raise ValueError(f"{name}: {error}") from error
         self.scheduler.limits.check_length(name, len(ids))
 
-    def _token_ids(self, given: Iterable[Any]) -> tuple[int, ...]:
+    def _token_ids(self, given: Iterable[Any], name: str = "prompt") -> tuple[int, ...]:
         vocabulary = self.runner.config.vocab_size
         if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-            raise ValueError(f"the prompt is {given!r:.80}: expected token ids")
+            raise ValueError(f"the {name} is {given!r:.80}: expected token ids")
         ids = tuple(given)
         for token in ids:
             if not isinstance(token, int | np.integer) or isinstance(token, bool):
-                raise ValueError(f"prompt token id {token!r:.80}: expected an integer")
+                raise ValueError(f"{name} token id {token!r:.80}: expected an integer")
             if not 0 <= token < vocabulary:
                 raise ValueError(
-                    f"prompt token id {token} is outside the vocabulary of {vocabulary}"
+                    f"{name} token id {token} is outside the vocabulary of {vocabulary}"
                 )
         return tuple(map(int, ids))
 
@@ -482,17 +531,9 @@ class Engine:
         self._dispatcher.recover()
         self._partial.clear()
         for running in self._running.values():
-            request = running.request
-            if request.is_finished:
-                continue
             # Its text may be of a token that was not booked.
-            running.stream = self._stream(request.params)
-            for token in request.generated_token_ids:
-                running.stream.push(token)
-            if running.structure is not None:
-                running.structure.restart(request.generated_token_ids)
-            if not request.flags & SINGLE and not running.stream.is_whole:
-                self._partial.add(request.request_id)
+            if not running.request.is_finished and self._restart(running):
+                self._partial.add(running.request.request_id)
 
     def _commit(self, step: DispatchedStep) -> None:
         """Book the tokens that were sampled of each sequence; turn them into text and events.
