@@ -38,6 +38,7 @@ from tbo_jax import Bucket, CacheConfig, ModelRunner, SamplingParams
 from tbo_jax.checkpoint.load import read_config
 from tbo_jax.engine.dispatch import DispatchedStep, Dispatcher
 from tbo_jax.engine.engine import Engine
+from tbo_jax.engine.reading import Reader
 from tbo_jax.engine.row_state import RowState, SampledStep, sampled_rows
 from tbo_jax.engine.scheduling.scheduler import Scheduler
 from tbo_jax.host.progress import progress_bar
@@ -156,7 +157,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (Scheduler, "commit", "commit"),
     (Dispatcher, "_inputs", "inputs"),
     (DispatchedStep, "read", "read"),
-    (Engine, "_tell", OFF_THE_PATH),
+    (Reader, "_tell", OFF_THE_PATH),
 ]
 
 

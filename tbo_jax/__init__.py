@@ -5,9 +5,9 @@ from tbo_jax.attention.buffers import AttentionBuffers, allocate_attention_buffe
 from tbo_jax.checkpoint.tensors import CheckpointError
 from tbo_jax.engine.async_llm import AsyncLLM, TokenStream
 from tbo_jax.engine.config import EngineConfig
-from tbo_jax.engine.engine import TokenEvent
 from tbo_jax.engine.generation import Completion, Score
 from tbo_jax.engine.llm import LLM
+from tbo_jax.engine.running import TokenEvent
 from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.moe.experts import apply_experts
 from tbo_jax.moe.routing import top_k_softmax

@@ -25,9 +25,9 @@ import tyro
 
 from tbo_jax.engine.config import EngineConfig
 from tbo_jax.engine.devices import find_devices, use_most_memory
-from tbo_jax.engine.engine import TokenEvent
 from tbo_jax.engine.generation import Completion
 from tbo_jax.engine.llm import LLM
+from tbo_jax.engine.running import TokenEvent
 from tbo_jax.host.command import FAILED, run_command
 from tbo_jax.host.json_files import parse_json_object
 from tbo_jax.host.progress import progress_bar

@@ -17,9 +17,9 @@ import jax
 from tbo_jax.engine.background import EngineThread, Ticket
 from tbo_jax.engine.channel import Channel
 from tbo_jax.engine.config import EngineConfig
-from tbo_jax.engine.engine import TokenEvent
 from tbo_jax.engine.generation import Asked, Completion, Prompt
 from tbo_jax.engine.llm import LLM
+from tbo_jax.engine.running import TokenEvent
 from tbo_jax.sampling.params import SamplingParams
 from tbo_jax.text import check_template_arguments
 

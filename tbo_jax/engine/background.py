@@ -19,8 +19,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from tbo_jax.engine.channel import Channel, send
-from tbo_jax.engine.engine import Engine, TokenEvent
+from tbo_jax.engine.engine import Engine
 from tbo_jax.engine.generation import Asked, Completion, Generation
+from tbo_jax.engine.running import TokenEvent
 from tbo_jax.engine.sharing import Calls
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self, cast
 
-from tbo_jax.engine.engine import Engine, TokenEvent
+from tbo_jax.engine.engine import Engine
+from tbo_jax.engine.running import TokenEvent
 from tbo_jax.engine.scheduling.request import FinishReason, checked_priority
 from tbo_jax.sampling.logprobs import TokenLogprobs
 from tbo_jax.sampling.params import MAX_SEED, SamplingParams

@@ -20,10 +20,11 @@ from tbo_jax.checkpoint.quantized import find_format, read_quantization
 from tbo_jax.engine.cache_size import cache_config, longest_context, pages_that_fit
 from tbo_jax.engine.config import DTYPES, EngineConfig
 from tbo_jax.engine.devices import make_devices, use_compilation_cache
-from tbo_jax.engine.engine import Engine, TokenEvent
+from tbo_jax.engine.engine import Engine
 from tbo_jax.engine.generation import Asked, Completion, Generation, Prompt, Score
 from tbo_jax.engine.request_options import check_prompt_logprobs
 from tbo_jax.engine.row_state import with_sampling
+from tbo_jax.engine.running import TokenEvent
 from tbo_jax.engine.sharing import Calls
 from tbo_jax.host.progress import progress_bar
 from tbo_jax.layers.exchange import check_exchange

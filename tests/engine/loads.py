@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tbo_jax import SamplingParams
-from tbo_jax.engine.engine import Engine, TokenEvent
+from tbo_jax.engine.engine import Engine
+from tbo_jax.engine.running import TokenEvent
 
 VOCABULARY = 160
 END_OF_SEQUENCE = list(range(0, VOCABULARY, 13))
@@ -87,7 +88,7 @@ def run(engine: Engine, load: Load) -> Result:
     assert engine.step() == []
     free = {rank.pages.num_free for rank in engine.scheduler._ranks}
     assert free == {engine.runner.cache.num_pages - 1}
-    assert not engine._running and not engine._events
+    assert not engine._reader.running and not engine._reader._events
     return Result([[plain(e) for e in events] for events in result.events], result.text)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from flax import nnx
 
 from tbo_jax import SamplingParams
-from tbo_jax.engine.engine import Engine, TokenEvent
+from tbo_jax.engine.engine import Engine
+from tbo_jax.engine.running import TokenEvent
 from tests.engine.loads import Load, Result, random_load
 
 BAD = [8, 36, 77, 101, 141]  # tokens whose embedding is NaN: whoever gets one has no next one

@@ -63,7 +63,7 @@ def front(llm, shared):
 def check_empty(llm):
     engine = llm.engine
     engine.check()
-    assert not engine.has_work and not engine._running and not engine._events
+    assert not engine.has_work and not engine._reader.running and not engine._reader._events
 
 
 def greedy(count=16, **options):

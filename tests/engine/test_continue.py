@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tbo_jax import SamplingParams
-from tbo_jax.engine.engine import Engine, TokenEvent
+from tbo_jax.engine.engine import Engine
+from tbo_jax.engine.running import TokenEvent
 from tests.engine.engines import small_llm
 from tests.engine.structured.letters import with_letters
 
@@ -71,7 +72,7 @@ def test_the_rest_is_the_same_after_every_token(engine: Engine, options: dict[st
             told, first = again.prompt_logprobs.read(), request.prompt_logprobs.read()
             assert [t and t.token_id for t in told] == [t and t.token_id for t in first]
     engine.check()
-    assert not engine.has_work and not engine._partial
+    assert not engine.has_work and not engine._reader.running
 
 
 def test_many_go_on_at_a_time(engine: Engine) -> None:
@@ -108,4 +109,4 @@ def test_what_a_request_cannot_go_on_after_is_refused(engine: Engine) -> None:
             engine.add(PROMPT, params, generated=tokens)
     with pytest.raises(ValueError, match="regex cannot be followed"):
         engine.add(PROMPT, SamplingParams(regex="[0-9]+"), generated=the)
-    assert not engine.has_work and not engine._running
+    assert not engine.has_work and not engine._reader.running

@@ -22,8 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tbo_jax import LLM, AsyncLLM, EngineConfig, SamplingParams, make_mesh
 from tbo_jax.checkpoint.load import read_config
-from tbo_jax.engine import engine as engine_module
 from tbo_jax.engine import llm as llm_module
+from tbo_jax.engine import running as running_module
 from tbo_jax.engine.cache_size import cache_config
 from tbo_jax.engine.sharing import FairLock
 from tbo_jax.parallel.sharding import RANKS
@@ -348,7 +348,11 @@ def test_threads_generate_together(llm):
         done = found[index % 3][index // 3]
         assert done.token_ids == tokens == [event.token_id for event in events[index]]
         assert done.text == "".join(event.text for event in events[index])
-    assert not llm.engine.has_work and not llm.engine._running and not llm.engine._events
+    assert (
+        not llm.engine.has_work
+        and not llm.engine._reader.running
+        and not llm.engine._reader._events
+    )
     stats = llm.statistics
     assert stats["seconds"] == llm.statistics["seconds"]  # no call is under way
 
@@ -396,7 +400,7 @@ def test_a_step_that_fails_in_one_call_loses_no_request_of_another(
     for index, done in enumerate(found):
         assert [token for i, token, _ in events if i == index] == done.token_ids
         assert "".join(text for i, _, text in events if i == index) == done.text
-    assert not llm.engine._running
+    assert not llm.engine._reader.running
 
 
 def test_an_exception_in_one_thread_ends_the_requests_of_its_call_only(llm):
@@ -404,7 +408,7 @@ def test_an_exception_in_one_thread_ends_the_requests_of_its_call_only(llm):
 
     def explode(index, event):
         started.set()
-        wait_for(lambda: len(llm.engine._running) > 3)  # those of the other call
+        wait_for(lambda: len(llm.engine._reader.running) > 3)  # those of the other call
         raise KeyError("mine")
 
     def fail():
@@ -416,7 +420,7 @@ def test_an_exception_in_one_thread_ends_the_requests_of_its_call_only(llm):
     other = Patient(llm.generate, GOLDEN.prompts, greedy())
     failing.result()
     assert [c.token_ids for c in other.result()] == GOLDEN.greedy
-    assert not llm.engine._running
+    assert not llm.engine._reader.running
 
 
 @pytest.mark.parametrize("thread", [False, True], ids=["on_token", "another thread"])
@@ -479,7 +483,7 @@ def test_requests_of_two_owners_and_one_that_nobody_takes(llm):
 
     with pytest.raises(RuntimeError, match=r"requests \[\d+\] were taken out of the engine"):
         llm.generate(GOLDEN.prompts[:1], greedy(), take_out)
-    assert len(gone) == 1 and not engine.has_work and not engine._events
+    assert len(gone) == 1 and not engine.has_work and not engine._reader._events
 
 
 def test_of_several_processes_one_thread_calls(llm, monkeypatch):
@@ -594,7 +598,7 @@ def test_an_on_token_that_cannot_be_called_is_refused(llm):
 def test_add_checks_what_it_gets(llm, prompt, params, message):
     with pytest.raises(ValueError, match=message):
         llm.engine.add(prompt, params)
-    assert not llm.engine.has_work and not llm.engine._running
+    assert not llm.engine.has_work and not llm.engine._reader.running
 
 
 def test_pop_checks_what_it_gets(llm):
@@ -744,7 +748,7 @@ def test_a_request_that_another_thread_finishes_is_not_lost(llm, monkeypatch):
 
 def test_tokens_without_text_end_their_request_only(llm, monkeypatch):
     """One whose tokens are looked at one by one, and one whose text is made at the end."""
-    stream = engine_module.TextStream
+    stream = running_module.TextStream
     made = []
 
     class Broken(stream):
@@ -759,7 +763,7 @@ def test_tokens_without_text_end_their_request_only(llm, monkeypatch):
 
     wanted = SamplingParams(max_new_tokens=4, stop=("never",))
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "TextStream", make)
+        patch.setattr(running_module, "TextStream", make)
         bad, good = llm.generate(GOLDEN.prompts[:2], wanted)
     assert bad.finish_reason == "error" and "no text: no such token" in bad.error
     assert good.token_ids == GOLDEN.greedy[1][:4]
@@ -770,7 +774,7 @@ def test_tokens_without_text_end_their_request_only(llm, monkeypatch):
         return tokenizer.decode(ids, skip_special_tokens)
 
     engine, tokenizer = llm.engine, llm.engine.tokenizer
-    monkeypatch.setattr(engine, "tokenizer", SimpleNamespace(decode=decode))
+    monkeypatch.setattr(engine.language, "tokenizer", SimpleNamespace(decode=decode))
     bad, good = llm.generate(GOLDEN.prompts[:2], greedy(4))
     assert bad.finish_reason == "error" and "no text: no such token" in bad.error
     assert good.token_ids == GOLDEN.greedy[1][:4] and good.finish_reason == "length"

@@ -118,7 +118,7 @@ def completions(engine: Engine, requests: dict[int, tuple[list[int], np.ndarray 
         engine.step()
         engine.check()
         for request_id in requests:
-            request = engine._running[request_id].request
+            request = engine._reader.running[request_id].request
             told = request.prompt_logprobs
             if request.num_preemptions > seen[request_id]:
                 seen[request_id] = request.num_preemptions

@@ -70,14 +70,15 @@ def test_all_ranks_run_the_program_of_one_bucket(load, ranks, drafts):
             assert max(lengths, default=0) <= (1 + bucket.drafts if bucket.decode else 16)
         counts = plan.num_tokens[::-1], plan.num_sequences[::-1]
         turned = SimpleNamespace(
-            num_tokens=counts[0], num_sequences=counts[1], drafts=plan.drafts,
+            num_tokens=counts[0], num_sequences=counts[1], has_drafts=plan.has_drafts,
             prefills=plan.prefills[::-1],
         )  # fmt: skip
         assert dispatcher.bucket_of(turned) == bucket
         assert overlap.micro_batches(bucket.tokens) == (3 if bucket.tokens > 1 else 1)
         seen[str(bucket).split()[0]] += 1
-        fives = np.full(len(plan.sampled), 5)  # no draft is right
-        scheduler.commit(plan, fives, fives == 0)
+        count = len(plan.sampled)
+        ones = np.ones(count, int)  # no draft is right
+        scheduler.commit(plan, np.full((count, 1), 5), ones, ones == 0)
     assert not scheduler.has_work
     assert seen["prefill"] > 0 or all(prompt == 1 for prompt, *_ in load)
 

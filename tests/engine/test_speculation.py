@@ -172,7 +172,7 @@ def test_the_last_token_lies_within_the_drafts(engine, new, monkeypatch):
     prompt = -(-len(GOLDEN.prompts[1]) // engine.runner.cache.max_tokens)
     assert engine.statistics.steps - steps == prompt + -(-(new - 1) // (DRAFTS + 1))
     token = events[new - 1].token_id
-    monkeypatch.setattr(engine, "end_of_sequence", frozenset([token]))
+    monkeypatch.setattr(engine.language, "end_of_sequence", frozenset([token]))
     for stopping in load(), load(ignore_eos=True, stop=(f"w{token}",)):
         expected = run_plainly(engine, stopping)
         assert expected.events[0][-1].finish_reason == "stop"
