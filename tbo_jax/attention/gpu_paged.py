@@ -70,6 +70,10 @@ class GpuAttention(AttentionKernel):
         return None
 
     @property
+    def ignores_unseen(self) -> bool:
+        return True
+
+    @property
     def query_block(self) -> int:
         return max(1, self._most_rows // _power_of_two(self.shape.group))
 
@@ -247,7 +251,8 @@ def _kernel(
         def accumulate(turn, state):
             top, total, acc = state
             key = turn * key_block + jnp.arange(key_block, dtype=jnp.int32)
-            written = key < end
+            # Pages before the window may be others', and hold NaN: 0 * NaN would be NaN.
+            written = (key < end) & (key > base - window)
             page = plgpu.load(table.at[row_ref[item], key // page_size], mask=written, other=0)
             page += first_page[0]
             slot = key % page_size

@@ -95,6 +95,11 @@ class AttentionKernel(abc.ABC):
         return "latent" if self.shape.latent else "separate"
 
     @property
+    def ignores_unseen(self) -> bool:
+        """Whether pages before the window of a sequence's queries may hold anything, NaN too."""
+        return False
+
+    @property
     @abc.abstractmethod
     def query_block(self) -> int:
         """Queries of one sequence that a step that prefills computes together."""

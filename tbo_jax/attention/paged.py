@@ -65,6 +65,10 @@ class XlaAttention(AttentionKernel):
         return None
 
     @property
+    def ignores_unseen(self) -> bool:
+        return True
+
+    @property
     def query_block(self) -> int:
         return QUERY_BLOCK
 
@@ -89,6 +93,7 @@ class XlaAttention(AttentionKernel):
             jnp.full_like(position, -1) if sliding_window is None else position - sliding_window
         )
 
+        unseen = lowest[:, 0]  # the last key before those of the window
         pages_per_block = max(1, KEY_BLOCK // page_size)
         block = pages_per_block * page_size
         spare = -batch.page_table.shape[1] % pages_per_block
@@ -134,7 +139,8 @@ class XlaAttention(AttentionKernel):
             weights = jnp.exp(scores - safe[..., None])
             shrink = jnp.exp(top - safe)
             # Unwritten slots may hold anything, NaN too, and 0 * NaN is NaN: zero the values too.
-            written = key_position < key_end[:, None]
+            # The same goes for pages that no query of the item sees any more: others have them.
+            written = (key_position < key_end[:, None]) & (key_position > unseen[:, None])
             value = jnp.where(written[:, :, None, None], value, jnp.zeros_like(value))
             update = jnp.einsum(
                 "wgqs,wsgh->wgqh", weights.astype(value.dtype), value,

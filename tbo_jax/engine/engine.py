@@ -125,6 +125,7 @@ class Engine:
             prefix_cache,
             runner.deterministic,
             speculate if propose is None else 0,
+            _window(runner),
         )
         self.statistics = EngineStatistics()
         self._dispatcher = Dispatcher(
@@ -474,6 +475,16 @@ class Engine:
         stats.link_bytes += self.runner.link_bytes(step.bucket)
         name = f"{step.bucket} x{count}"
         stats.steps_by_bucket[name] = stats.steps_by_bucket.get(name, 0) + 1
+
+
+def _window(runner: ModelRunner) -> int | None:
+    """How many tokens a token of any layer sees at most; None if that is no less than all.
+
+    On TPU it is not relied on: JAX's kernel may read pages before it, and they may hold NaN.
+    """
+    config = runner.config
+    everywhere = config.sliding_window is not None and not config.full_attention_layers
+    return config.sliding_window if everywhere and runner.kernels.attention.ignores_unseen else None
 
 
 def _checked_id(request_id: Any) -> int:

@@ -209,3 +209,16 @@ def mixes(draw: st.DrawFn, shape: Shape) -> tuple[list[int], list[int]]:
         contexts.append(draw(st.one_of(st.sampled_from(blocks), context)))
         room -= length
     return lengths, contexts
+
+
+def without_unseen(case: Case, window: int) -> Case:
+    """The same with NaN in every key and value before the windows of all queries of its row."""
+    first = int(case.cache.first_page)
+    pages = [np.array(array) for array in case.cache.pages]
+    size = case.shape.page_size
+    for row, (context, *_) in enumerate(case.rows):
+        for position in range(max(0, context - window + 1)):
+            page = case.batch.page_table[row, position // size]
+            for array in pages:
+                array[first + page, position % size] = np.nan
+    return dataclasses.replace(case, cache=LayerCache(tuple(pages), case.cache.first_page))

@@ -22,7 +22,15 @@ from tbo_jax.attention.kernel import AttentionShape
 from tbo_jax.attention.paged import write_pages
 from tbo_jax.attention.work import AttentionWork
 from tests.attention import ragged
-from tests.attention.ragged import Case, Shape, case_of, mixes, reference, with_mask
+from tests.attention.ragged import (
+    Case,
+    Shape,
+    case_of,
+    mixes,
+    reference,
+    with_mask,
+    without_unseen,
+)
 from tests.gpu_lowering import lower_for_gpu
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -131,6 +139,16 @@ def test_ragged_batches_equal_the_full_softmax(
     lengths, contexts = data.draw(mixes(SHAPES[shape]))
     seed, layer = data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0, 1]))
     check(case_of(SHAPES[shape], lengths, contexts, seed, layer), OPTIONS[options])
+
+
+@pytest.mark.parametrize("options", ["window", "split window"])
+def test_what_is_before_the_window_may_be_anything(options: str) -> None:
+    """These pages are given up, and others may write NaN to them."""
+    window = OPTIONS[options].window
+    assert window is not None
+    for seed, mix in enumerate([([1, 7, 1], [150, 64, 0]), ([3, 8], [100, 140])]):
+        case = case_of(SHAPES["group 4"], *mix, seed, layer=seed % 2)
+        check(without_unseen(case, window), OPTIONS[options])
 
 
 @pytest.mark.parametrize(

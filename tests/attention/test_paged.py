@@ -26,6 +26,7 @@ from tests.attention.ragged import (
     mixes,
     reference,
     with_mask,
+    without_unseen,
 )
 
 # Rows of up to 320 keys, three blocks of them: 20 pages are no whole number of blocks of 8.
@@ -113,6 +114,18 @@ def test_ragged_batches_equal_the_full_softmax(
     run = compiled(query_block, options)
     out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
     check(case, out, cache, 2e-6, options)
+
+
+@pytest.mark.parametrize("query_block", [1, 16])
+@pytest.mark.parametrize("window", [1, 5, 40])
+def test_what_is_before_the_window_may_be_anything(window: int, query_block: int) -> None:
+    """These pages are given up, and others may write NaN to them."""
+    for seed, mix in enumerate([([1, 17, 1, 5], [64, 120, 300, 0]), ([9, 1], [200, 33])]):
+        case = case_of(SHAPE, *mix, seed, seed % 2)
+        case = without_unseen(case, window)
+        run = compiled(query_block, Options(window=window))
+        out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
+        check(case, out, cache, 2e-6, Options(window=window))
 
 
 @pytest.mark.parametrize("query_block", [1, 16])

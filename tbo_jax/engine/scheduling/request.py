@@ -49,6 +49,7 @@ class Request:
     pages: list[int] = field(
         init=False, default_factory=list
     )  # page i holds slots i * page_size on
+    num_dropped: int = field(init=False, default=0)  # leading pages given up: 0 stands for each
     rank: int | None = field(init=False, default=None)  # where it runs; None while it waits
     row: int | None = field(init=False, default=None)  # of its rank, all the time that it runs
     rows: Rows | None = field(init=False, default=None, repr=False)  # while it decodes

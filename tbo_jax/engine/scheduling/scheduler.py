@@ -21,7 +21,9 @@ A request that wants log-probabilities of its prompt (`Request.num_findable`) ta
 pages whose tokens' logits it lacks, and computes these tokens; others find them as usual.
 
 All pages for the tokens that a request has are taken when it is admitted, so that prefills never
-want pages and only decodes preempt.
+want pages and only decodes preempt. Where all layers have a sliding window, a request gives up
+pages that its tokens see no more before it takes others. What a step that is under way reads of
+them is there until whoever gets them writes, which is later.
 
 No request starves behind those of its own priority, and of a higher number. Behind lower numbers
 it does, while such requests keep coming and fill all ranks: nothing ages. Take a rank, and the
@@ -114,6 +116,7 @@ class Scheduler:
         prefix_cache: keep full pages, and find them again.
         deterministic: have prompts and decodes in steps of their own (see above).
         max_drafts: drafts that the device finds for a decode, at most.
+        window: a token sees the `window - 1` before it at most; None: all.
 
     Raises ValueError for a size that cannot work.
     """
@@ -129,6 +132,7 @@ class Scheduler:
         prefix_cache: bool = True,
         deterministic: bool = False,
         max_drafts: int = 0,
+        window: int | None = None,
     ) -> None:
         whole_number("num_ranks", num_ranks, 1)
         self.limits = Limits(page_size, num_pages, max_sequences, max_tokens, max_context)
@@ -136,6 +140,7 @@ class Scheduler:
         self._keeps_pages = prefix_cache
         self._deterministic = deterministic
         self._max_drafts = max_drafts
+        self._window = window
         self._had_prompts = False  # the last step, and no decodes
         self._new_ranks(num_ranks)
         self._requests: dict[int, Request] = {}  # the unfinished ones
@@ -401,7 +406,7 @@ class Scheduler:
         for request in self._waiting:
             if request.row is not None:
                 self.rows.release(request)
-            request.pages, request.computed = [], 0
+            request.pages, request.computed, request.num_dropped = [], 0, 0
             if request.has_unread:
                 request.known.pop()
         self._new_ranks(len(self._ranks))
@@ -429,7 +434,7 @@ class Scheduler:
     def _new_ranks(self, count: int) -> None:
         self.rows = Rows(count, self.limits)
         self._ranks = [
-            Rank(index, self.rows, self._keeps_pages, only_prompts=self._deterministic)
+            Rank(index, self.rows, self._keeps_pages, self._deterministic, self._window)
             for index in range(count)
         ]
 
@@ -449,6 +454,7 @@ class Scheduler:
         for request in sorted(self.rows.wanting(), key=turn_of):
             if request.rank is not None:
                 held[request] = len(request.pages)
+                self._ranks[request.rank].drop_unseen(request)
                 self._grow(self._ranks[request.rank], request)
         counts = self.rows.decoding.sum(axis=1).tolist()
         return [RankStep(self.limits.max_tokens - count) for count in counts]
@@ -603,6 +609,7 @@ class Scheduler:
         if request.rows is not None or rank.decode(request):
             step.budget -= not alone
         elif wanted and not rank.awaits(request):
+            rank.drop_unseen(request)
             step.add(request, wanted)
 
 

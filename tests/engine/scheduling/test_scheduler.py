@@ -27,13 +27,21 @@ def next_token(prefix: list[int] | tuple[int, ...]) -> int:
     return zlib.crc32(repr(list(prefix)).encode()) % 997
 
 
+def seen(tokens: list[int], window: int | None) -> list[int]:
+    """Those that the last one sees, itself too."""
+    return tokens if window is None else tokens[-window:]
+
+
 class Model:
     """A cache of token ids in pages, and the rows as the device knows them, ahead of the host.
 
     A new token comes from what the pages say, not the request.
     """
 
-    def __init__(self, num_ranks: int, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, num_ranks: int, num_pages: int, page_size: int, window: int | None = None
+    ) -> None:
+        self.window = window
         self.page_size = page_size
         self.slots = [[-1] * (num_pages * page_size) for _ in range(num_ranks)]
         self.tables: dict[tuple[int, int], list[int]] = {}  # the pages of each row
@@ -57,7 +65,8 @@ class Model:
             request = sequence.request
             assert request.rank is not None and request.row is not None
             table = self.tables[request.rank, request.row]
-            assert table[: len(request.pages)] == request.pages
+            gone = request.num_dropped
+            assert table[gone : len(request.pages)] == request.pages[gone:]
 
     def run(self, plan: StepPlan, before: Dispatched | None = None) -> dict[int, NewTokens]:
         """What each request gets; `before` is the step whose tokens the requests lack still."""
@@ -74,7 +83,7 @@ class Model:
                     check_last(sequence, known, before)
                     start = len(known) - 1
                     if TO_FIND in drafts:
-                        drafts = tuple(guess(known, len(drafts)))
+                        drafts = tuple(guess(known, len(drafts), window=self.window))
                     given = [known[-1], *drafts]
                 end = start + len(given)
                 places = [
@@ -86,7 +95,8 @@ class Model:
                 if sequence.samples:
                     held = [slots[place] for place in places]
                     last = end - len(drafts)
-                    new = accepted(drafts, [next_token(held[:n]) for n in range(last, end + 1)])
+                    ends = range(last, end + 1)
+                    new = accepted(drafts, [next_token(seen(held[:n], self.window)) for n in ends])
                     known += [*new[:-1], 0 if is_bad(new[-1]) else new[-1]]
                     tokens[request.request_id] = NewTokens(new, bool(drafts))
         return tokens
@@ -806,13 +816,14 @@ class Workload:
     told: int = 0  # every so-many-th request wants log-probabilities of its prompt; 0: none
     deterministic: bool = False
     max_drafts: int = 0
+    window: int | None = None
 
     def priority(self, number: int) -> int:
         return self.priorities[number % len(self.priorities)] if self.priorities else 0
 
     def make(self) -> tuple[Scheduler, Model, list[Request]]:
         sizes = self.sizes
-        model = Model(sizes["num_ranks"], sizes["num_pages"], sizes["page_size"])
+        model = Model(sizes["num_ranks"], sizes["num_pages"], sizes["page_size"], self.window)
         prompts = enumerate(self.requests)
         requests = [
             make(i, prompt, new, self.shared, self.priority(i)) for i, (_, prompt, new) in prompts
@@ -823,6 +834,7 @@ class Workload:
             prefix_cache=self.prefix_cache,
             deterministic=self.deterministic,
             max_drafts=self.max_drafts,
+            window=self.window,
         )
         return Scheduler(**sizes, **options), model, requests
 
@@ -853,6 +865,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         priorities=tuple(draw(st.lists(st.integers(-2, 2), max_size=4))),
         told=draw(st.integers(0, 2)),
         deterministic=draw(st.booleans()),
+        window=draw(st.none() | st.integers(1, 12)),
     )
 
 
@@ -874,10 +887,12 @@ def commit(scheduler: Scheduler, plan: StepPlan, tokens: dict[int, NewTokens]) -
     return book(scheduler, plan, counted, stopped, failed, redone)
 
 
-def expected_tokens(request: Request, limit: int) -> tuple[list[int], str]:
+def expected_tokens(
+    request: Request, limit: int, window: int | None = None
+) -> tuple[list[int], str]:
     tokens = list(request.prompt_token_ids)
     while True:
-        token = next_token(tokens)
+        token = next_token(seen(tokens, window))
         if is_bad(token):
             return tokens, "error"
         tokens.append(token)
@@ -951,12 +966,12 @@ def check_told(request: Request) -> None:
     assert [one.token_id for one in known[1:] if one is not None] == values
 
 
-def guess(token_ids: list[int], most: int | None = None) -> list[int]:
+def guess(token_ids: list[int], most: int | None = None, window: int | None = None) -> list[int]:
     """Drafts that are right up to some place, of a number that changes."""
     rng = random.Random(repr(token_ids))
     ids, count, right = list(token_ids), rng.randrange(5), rng.randrange(5)
     for _ in range(right):
-        ids.append(next_token(ids))
+        ids.append(next_token(seen(ids, window)))
     drafts = [*ids[len(token_ids) :], *[1] * 40]
     return drafts[: count if most is None else most]
 
@@ -985,7 +1000,9 @@ def simulate(load: Workload, propose: bool = False) -> tuple[Scheduler, list[Req
                 scheduler.abort(request_id)
         decoding = [r for r in requests if r.rank is not None and not r.is_prefill]
         were_off = [r for r in requests if r.rank is None]
-        plan = scheduler.schedule((lambda r: guess(r.token_ids)) if propose else None)
+        plan = scheduler.schedule(
+            (lambda r: guess(r.token_ids, window=load.window)) if propose else None
+        )
         scheduler.check()
         check_plan(plan, load, decoding)
         check_order(scheduler, plan, were_off)
@@ -1074,7 +1091,7 @@ def test_every_request_finishes_with_exactly_its_tokens(load: Workload, run: Any
     sizes = load.sizes
     limit = min(sizes["max_context"], (sizes["num_pages"] - 1) * sizes["page_size"])
     for request in requests:
-        tokens, reason = expected_tokens(request, limit)
+        tokens, reason = expected_tokens(request, limit, load.window)
         if request.finish_reason == "abort":
             assert request.request_id in {i for _, i in load.aborts}
             assert request.token_ids == tokens[: request.num_tokens]
@@ -1090,6 +1107,37 @@ def test_every_request_finishes_with_exactly_its_tokens(load: Workload, run: Any
     found = sum(r.num_cached for r in requests)
     assert found <= statistics.cached_tokens and (load.prefix_cache or not statistics.cached_tokens)
     assert sum(statistics.finished.values()) == len(requests)
+
+
+def test_pages_before_the_window_are_given_up() -> None:
+    """And stay there to be found, until their place is needed."""
+    request = make(0, 40, max_new_tokens=20)
+    scheduler = scheduler_of(window=8, max_tokens=40)
+    scheduler.add(request)
+    step(scheduler)
+    for _ in range(12):
+        step(scheduler)
+    # When it got its 13th page it had 49 tokens. The last saw those from the 42nd on, of the 11th
+    # page; two more stay.
+    assert request.num_tokens == 53 and request.num_dropped == 8
+    assert request.pages[:8] == [0] * 8 and free_pages(scheduler) == [100 - 5]
+    other = make(0, 40)
+    other.request_id = 1
+    scheduler.add(other)
+    plan = scheduler.schedule()
+    assert shape(plan) == [[(0, 1, True), (1, 4, True)]] and other.num_cached == 36
+    book(scheduler, plan, {0: [7], 1: [7]})
+    scheduler.check()
+
+
+def test_a_request_longer_than_the_others_leave_room_for_is_not_preempted_within_a_window() -> None:
+    requests = [make(i, 3, max_new_tokens=60) for i in range(2)]
+    scheduler = scheduler_of(num_pages=17, window=4, max_context=64)
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work:
+        step(scheduler)
+    assert scheduler.statistics.preemptions == 0  # 2 x 16 pages would not fit
 
 
 @pytest.mark.parametrize("priorities", [(), (0, 2, -1, 1)], ids=["equal", "priorities"])
