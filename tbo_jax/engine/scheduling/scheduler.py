@@ -157,6 +157,11 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def num_free_pages(self) -> int:
+        """Pages of all ranks that no unfinished request has; some are kept to be found again."""
+        return sum(rank.pages.num_free for rank in self._ranks)
+
+    @property
     def must_preempt(self) -> bool:
         """Whether the next step is short of pages, and with that cannot be planned ahead."""
         wanted = self.rows.num_wanted().tolist()

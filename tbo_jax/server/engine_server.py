@@ -1,0 +1,175 @@
+"""The engine's socket: connections of API processes, each with what it has not read yet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from tbo_jax.engine.engine import Engine
+from tbo_jax.sampling.params import SamplingParams
+from tbo_jax.server import wire
+from tbo_jax.server.engine_loop import EngineLoop
+from tbo_jax.server.interface import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+UNREAD_BYTES = 1 << 20  # written to a connection and not read; then updates are joined
+COMPILERS = 2  # threads that compile grammars, so that the device's loop need not
+
+
+class EngineServer:
+    """Listens for API processes, and hands what they ask for to the loop."""
+
+    def __init__(self, loop: EngineLoop, engine: Engine, info: ModelInfo, run: str) -> None:
+        """Args:
+        loop: runs the engine.
+        engine: compiles grammars.
+        info: what clients are told of the model.
+        run: what this start of the engine is called.
+        """
+        self.loop = loop
+        self.engine = engine
+        self.hello = wire.Hello(wire.PROTOCOL, run, info)
+        self.compilers = ThreadPoolExecutor(COMPILERS, "tbo_jax grammars")
+
+    async def listen(self, path: str) -> asyncio.Server:
+        """Take connections, from processes of the same user.
+
+        Raises:
+            ValueError: another process listens there, or the path is too long.
+        """
+        wire.check_path(path)
+        with (
+            contextlib.suppress(FileNotFoundError, ConnectionRefusedError),
+            socket.socket(socket.AF_UNIX) as probe,
+        ):
+            probe.connect(path)
+            raise ValueError(f"{path}: an engine listens there already")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        before = os.umask(0o177)
+        try:
+            running = asyncio.get_running_loop()
+            return await running.create_unix_server(partial(_Connection, self, running), path)
+        finally:
+            os.umask(before)
+
+
+class _Connection(asyncio.Protocol):
+    """One client. It is a `Receiver`: the loop's thread calls `tell`, all else is the socket's."""
+
+    def __init__(self, server: EngineServer, running: asyncio.AbstractEventLoop) -> None:
+        self._server = server
+        self._asyncio = running
+        self._frames = wire.Frames()
+        self._greeted = False
+        self._paused = False  # the client does not read
+        self._unread: dict[int, wire.Told] = {}  # by request, while it does not
+        self._answers: list[wire.ToClient] = []
+        self._compiling: set[int] = set()  # requests whose grammar is not ready
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=UNREAD_BYTES)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for payload in self._frames.feed(data):
+                if not self._greeted:
+                    wire.read_hello(payload)
+                    self._transport.write(wire.frame(self._server.hello))
+                    self._greeted = True
+                    continue
+                for message in wire.read_to_engine(payload):
+                    self._obey(message)
+        except wire.WireError as error:
+            logger.warning("a client was turned away: %s", error)
+            self._transport.write(wire.frame(wire.Hello(wire.PROTOCOL, refused=str(error))))
+            self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._compiling.clear()
+        self._server.loop.drop(self)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        messages, self._answers = self._answers, []
+        if self._unread:
+            messages.append(wire.Step(others=list(self._unread.values())))
+            self._unread.clear()
+        if messages:
+            self._transport.write(wire.frame(messages))
+
+    def tell(self, message: wire.ToClient) -> None:
+        """Send a message; called in the loop's thread."""
+        with contextlib.suppress(RuntimeError):  # this process ends
+            self._asyncio.call_soon_threadsafe(self._send, message)
+
+    def _send(self, message: wire.ToClient) -> None:
+        if self._transport.is_closing():
+            return
+        if not self._paused:
+            self._transport.write(wire.frame([message]))
+        elif isinstance(message, wire.Step):
+            self._keep(message)
+        else:
+            self._answers.append(message)
+
+    def _keep(self, step: wire.Step) -> None:
+        """Join what a client does not read: of each request there is no more than its tokens."""
+        unread = self._unread
+        told = [
+            wire.Told(number, [token], text)
+            for number, token, text in zip(step.numbers, step.token_ids, step.texts, strict=True)
+        ]
+        for one in (*told, *step.others):
+            known = unread.get(one.number)
+            if known is None:
+                unread[one.number] = one
+            else:
+                known.join(one)
+
+    def _obey(self, message: wire.ToEngine) -> None:
+        loop = self._server.loop
+        if isinstance(message, wire.Add):
+            try:
+                params = wire.unpacked_params(message.params)
+            except ValueError as error:
+                self._refuse(message, error)
+                return
+            if params.structure is None:
+                loop.add(self, message, params)
+            else:
+                self._compiling.add(message.number)
+                self._asyncio.create_task(self._compile(message, params))
+        elif isinstance(message, wire.Abort):
+            self._compiling.discard(message.number)
+            self._unread.pop(message.number, None)
+            loop.drop(self, message.number)
+        else:
+            loop.ask(self, message.check)
+
+    async def _compile(self, message: wire.Add, params: SamplingParams) -> None:
+        server = self._server
+        try:
+            await self._asyncio.run_in_executor(server.compilers, server.engine.prepare, params)
+        except ValueError as error:
+            if message.number in self._compiling:
+                self._refuse(message, error)
+            return
+        if message.number in self._compiling:  # neither aborted nor gone
+            server.loop.add(self, message, params)
+        self._compiling.discard(message.number)
+
+    def _refuse(self, message: wire.Add, error: ValueError) -> None:
+        self._compiling.discard(message.number)
+        self._send(wire.Step(others=[wire.Told(message.number, refused=str(error))]))
