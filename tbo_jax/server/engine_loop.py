@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from tbo_jax.engine.background import STEP_ATTEMPTS
 from tbo_jax.engine.engine import Engine, TokenEvent
+from tbo_jax.engine.llm import LLM
 from tbo_jax.engine.scheduling.rows import NOBODY
 from tbo_jax.sampling.params import SamplingParams
 from tbo_jax.server import wire
@@ -89,10 +90,11 @@ class EngineLoop:
         num_tokens: how many were told.
     """
 
-    def __init__(self, engine: Engine, group: Group | None = None) -> None:
+    def __init__(self, llm: LLM, group: Group | None = None) -> None:
         self.busy_since: float | None = None
         self.num_tokens = 0
-        self._engine = engine
+        self._llm = llm
+        self._engine = llm.engine
         self._group = group
         self._commands: SimpleQueue[_New | _Gone | _Question | None] = SimpleQueue()
         self._running: dict[int, _Running] = {}  # by the engine's request id
@@ -186,7 +188,8 @@ class EngineLoop:
     def _step(self) -> None:
         self.busy_since = time.monotonic()
         try:
-            events = self._engine.step()
+            with self._llm.calls.enter():
+                events = self._engine.step()
         except Exception as error:
             self._failures += 1
             logger.warning("step failed, number %d in a row", self._failures, exc_info=error)
@@ -249,7 +252,7 @@ class EngineLoop:
         scheduler = self._engine.scheduler
         running = int((scheduler.rows.request_ids != NOBODY).sum())
         ranks, _ = scheduler.rows.request_ids.shape
-        values = self._engine.counts() | {
+        values = self._llm.statistics | {
             "running": running,
             "waiting": max(0, len(self._running) - running),
             "pages": ranks * (scheduler.limits.num_pages - 1),
