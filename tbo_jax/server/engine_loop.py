@@ -16,8 +16,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from tbo_jax.engine.background import STEP_ATTEMPTS
-from tbo_jax.engine.engine import Engine, TokenEvent
+from tbo_jax.engine.engine import Engine
 from tbo_jax.engine.llm import LLM
+from tbo_jax.engine.running import TokenEvent
 from tbo_jax.engine.scheduling.rows import NOBODY
 from tbo_jax.sampling.params import SamplingParams
 from tbo_jax.server import wire
