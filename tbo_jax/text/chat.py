@@ -15,7 +15,9 @@ from typing import Any
 from tbo_jax.text import template_client
 from tbo_jax.text.files import TokenizerError, read_text
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+
+_FURTHER_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 
 _TAKEN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
@@ -100,13 +102,16 @@ class ChatTemplate:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Text of a conversation.
 
         Args:
-            messages: at least one {"role": str, "content": str}, and no other key.
+            messages: at least one {"role": str, "content": str}, with any of "name", "tool_calls",
+                "tool_call_id" and "reasoning_content" beside them, of JSON types, and no other key.
             add_generation_prompt: end with the header of an assistant message.
             arguments: further variables that the template sees, of JSON types.
+            tools: what the model may call, of JSON types, as transformers' templates take them.
 
         Raises:
             TokenizerError: a message of another shape, an argument that is not one, or the template
@@ -123,14 +128,14 @@ class ChatTemplate:
             **further,
             **self._special_tokens,
             "messages": plain,
-            "tools": None,
+            "tools": _plain_tools(tools),
             "documents": None,
             "add_generation_prompt": bool(add_generation_prompt),
         }
         return template_client.render(self._source, variables)
 
 
-def _plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     expected = 'expected {"role": str, "content": str}'
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise TokenizerError(
@@ -143,14 +148,34 @@ def _plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
             raise TokenizerError(f"{where}: {expected}, got {type(message).__name__}")
-        if set(message) != {"role", "content"}:
-            keys = ", ".join(sorted(repr(key) for key in message)) or "none"
-            raise TokenizerError(f"{where}: {expected}, got the keys {keys}")
-        for key, value in message.items():
-            if not isinstance(value, str):
+        keys = set(message)
+        if not keys >= {"role", "content"} or keys - {"role", "content", *_FURTHER_KEYS}:
+            listed = ", ".join(sorted(repr(key) for key in message)) or "none"
+            raise TokenizerError(f"{where}: {expected}, got the keys {listed}")
+        for key in ("role", "content"):
+            if not isinstance(message[key], str):
                 raise TokenizerError(
-                    f"{where}[{key!r}]: expected a str, got {type(value).__name__}"
+                    f"{where}[{key!r}]: expected a str, got {type(message[key]).__name__}"
                 )
         # A subclass of str could bring methods that the sandbox does not know to be harmless.
-        plain.append({key: str.__str__(message[key]) for key in ("role", "content")})
+        entry: dict[str, Any] = {key: str.__str__(message[key]) for key in ("role", "content")}
+        for key in keys.intersection(_FURTHER_KEYS):
+            entry[key] = _plain(message[key], f"{where}[{key!r}]")
+        plain.append(entry)
     return plain
+
+
+def _plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
+    if tools is None:
+        return None
+    if isinstance(tools, str | bytes) or not isinstance(tools, Sequence):
+        raise TokenizerError(f"tools: expected a list of objects, got {type(tools).__name__}")
+    return [_plain(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A JSON value without anything that is more than that."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"{where}: expected a JSON value: {error}") from error

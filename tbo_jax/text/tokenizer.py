@@ -102,6 +102,15 @@ class Tokenizer:
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether it can read conversations."""
+        return self._chat_template is not None
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with another chat template (jinja2 text)."""
+        return Tokenizer(self._backend, self._special_tokens, source, self._missing_bytes)
+
+    @property
     def bos_token(self) -> str | None:
         """Text of the token that begins a sequence, where the folder names one."""
         return self._special_tokens.get("bos_token")
@@ -176,7 +185,9 @@ class Tokenizer:
             raise TokenizerError(f"text: expected a str, got {type(text).__name__}")
         with _library_errors(f"text {text!r:.80} cannot be encoded"):
             # The library's own message for a lone surrogate is that the text is not a string.
-            missing = self._missing_bytes.intersection(text.encode("utf-8"))
+            raw = text.encode("utf-8")
+            # Not with an empty set: a look at each byte of a long text holds Python's lock.
+            missing = self._missing_bytes and self._missing_bytes.intersection(raw)
             if missing:
                 raise ValueError(f"the vocabulary has no token for the byte {min(missing):#x}")
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -196,25 +207,29 @@ class Tokenizer:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Text of a conversation under the folder's chat template.
 
         Args:
-            messages: at least one {"role": str, "content": str}.
+            messages: at least one {"role": str, "content": str}; other keys as `ChatTemplate`
+                takes them.
             add_generation_prompt: end with the header of an assistant message.
             arguments: further variables that the template sees, of JSON types.
+            tools: what the model may call, of JSON types.
 
         Raises:
             TokenizerError: there is no template, it is broken, refused the messages, or took too
                 much time or memory; a message has another shape; or an argument's name is taken.
         """
-        return self._chat.render(messages, add_generation_prompt, arguments)
+        return self._chat.render(messages, add_generation_prompt, arguments, tools)
 
     def encode_chat(
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation under the folder's chat template.
 
@@ -224,7 +239,7 @@ class Tokenizer:
         Raises:
             TokenizerError: as `render_chat`.
         """
-        text = self.render_chat(messages, add_generation_prompt, arguments)
+        text = self.render_chat(messages, add_generation_prompt, arguments, tools)
         return self.encode(text, add_special_tokens=False)
 
     @property

@@ -253,7 +253,8 @@ def test_a_special_token_of_the_folder_is_no_argument() -> None:
         ({"role": "user", "content": "x"}, "expected a list of messages, got dict"),
         (["hello"], r"messages\[0\]: expected .* got str"),
         ([*HELLO, {"role": "user"}], r"messages\[1\]: expected .* got the keys 'role'"),
-        ([{**HELLO[0], "name": "x"}], r"messages\[0\]: .*'content', 'name', 'role'"),
+        ([{**HELLO[0], "image": "x"}], r"messages\[0\]: .*'content', 'image', 'role'"),
+        ([{**HELLO[0], "name": {1j}}], r"messages\[0\]\['name'\]: expected a JSON value"),
         (
             [{"role": "user", "content": [{"type": "text"}]}],
             r"\['content'\]: expected a str, got l",
@@ -316,3 +317,24 @@ assert _PROCESS._process.pid == parent
 sys.exit(status)
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+
+
+def test_tools_and_calls(folder: Path) -> None:
+    template = (
+        "{{ tools[0].function.name }} {% for m in messages %}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+        "{{ m.tool_call_id }}{% endfor %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.from_folder(folder)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": [1]}}}
+    messages = [
+        {"role": "assistant", "content": "a", "tool_calls": [call]},
+        {"role": "tool", "content": "b", "tool_call_id": "7"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert tokenizer.render_chat(messages, tools=tools) == 'f a{"x": [1]}b7'
+    with pytest.raises(TokenizerError, match="tools: expected a list of objects, got str"):
+        tokenizer.render_chat(messages, tools="f")
+    with pytest.raises(TokenizerError, match=r"tools\[0\]: expected a JSON value"):
+        tokenizer.render_chat(messages, tools=[{"f": 1j}])
