@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 MODEL ?= examples/kjv-moe
 
-.PHONY: help decode test test-slow test-all check docs format train bench bench-gpu measure pictures clean
+.PHONY: help decode serve test test-slow test-all check docs format train bench bench-gpu measure pictures clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -12,6 +12,10 @@ help:  ## list the targets
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.serve: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --editable '.[serve]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base
@@ -31,6 +35,9 @@ decode: $(VENV)/.base  ## decode the bundled model; MODEL=DIR_OR_HUB_ID for anot
 		--temperature 0.7 --top-p 0.9 --seed 1 \
 		--prompt "In the beginning God" --prompt "And Jesus said unto them," \
 		--prompt "Blessed is the man that" --prompt "And it came to pass in those days, that"
+
+serve: $(VENV)/.serve  ## serve the bundled model on port 8000; MODEL=DIR_OR_HUB_ID for another
+	$(BIN)/tbo-jax serve $(MODEL)
 
 # Two workers, a file to each: XLA compiles mostly on one core, and files share what they compile.
 test: $(VENV)/.test  ## run the tests

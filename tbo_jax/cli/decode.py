@@ -242,18 +242,18 @@ def template_arguments(args: Arguments) -> dict[str, Any]:
     )
 
 
-def overlap_config(args: Arguments) -> OverlapConfig:
+def overlap_config(micro_batches: int | None) -> OverlapConfig:
     """That of `USE_TBO` and --micro-batches.
 
     Raises:
         ValueError: one of them is not understood, or there is nothing that the other would cut.
     """
     config = OverlapConfig.from_env()
-    if args.micro_batches is None:
+    if micro_batches is None:
         return config
     if not config.enabled:
-        raise ValueError(f"--micro-batches {args.micro_batches} needs USE_TBO=1 or USE_TBO=auto")
-    return dataclasses.replace(config, num_micro_batches=args.micro_batches)
+        raise ValueError(f"--micro-batches {micro_batches} needs USE_TBO=1 or USE_TBO=auto")
+    return dataclasses.replace(config, num_micro_batches=micro_batches)
 
 
 def print_json(prompts: Sequence[str], completions: Sequence[Completion], llm: LLM) -> None:
@@ -306,7 +306,7 @@ def read_on_first(args: Arguments) -> tuple[list[str], bool]:
 
 def engine_config(args: Arguments, requests: int) -> EngineConfig:
     """The engine's options, with no more rows than `requests` can fill: each size is compiled."""
-    config = dataclasses.replace(args.engine, overlap=overlap_config(args))
+    config = dataclasses.replace(args.engine, overlap=overlap_config(args.micro_batches))
     ranks = max(len(find_devices(config.devices)) // config.tensor_parallel, 1)
     return dataclasses.replace(
         config,

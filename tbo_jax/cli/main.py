@@ -1,6 +1,7 @@
 """tbo-jax: two-batch overlap for Flax decoders.
 
     tbo-jax decode --model DIR_OR_HUB_ID --prompt "In the beginning"
+    tbo-jax serve DIR_OR_HUB_ID --port 8000
     tbo-jax schedule --target h100x8 --tokens 256
 
 Each command has a --help of its own.
@@ -15,6 +16,7 @@ from tbo_jax.host.command import REFUSED, run_command
 
 COMMANDS = {  # module with main(words, name), and what it is for
     "decode": ("tbo_jax.cli.decode", "decode prompts with a Hugging Face checkpoint"),
+    "serve": ("tbo_jax.cli.serve", "serve a checkpoint over HTTP, as OpenAI's API does"),
     "schedule": (
         "tbo_jax.schedule.__main__",
         "show what overlap hides on a machine that need not be there",

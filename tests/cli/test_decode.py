@@ -222,9 +222,9 @@ def test_decode_several_completions(folder, capsys):
 def test_micro_batches(monkeypatch, value, mode):
     monkeypatch.setenv("USE_TBO", value)
     args = arguments("--prompt", "x", "--micro-batches", 4)
-    assert decode.overlap_config(args) == OverlapConfig(mode, 4)
+    assert decode.overlap_config(args.micro_batches) == OverlapConfig(mode, 4)
     args = arguments("--prompt", "x")
-    assert decode.overlap_config(args) == OverlapConfig(mode, 2)
+    assert decode.overlap_config(args.micro_batches) == OverlapConfig(mode, 2)
 
 
 def test_unknown_option_is_refused():
