@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from tbo_jax.engine.async_llm import AsyncLLM, TokenStream
-from tbo_jax.engine.engine import TokenEvent
 from tbo_jax.engine.generation import Completion
 from tbo_jax.engine.llm import LLM
+from tbo_jax.engine.running import TokenEvent
 from tbo_jax.engine.scheduling.rows import NOBODY
 from tbo_jax.sampling.params import SamplingParams
 from tbo_jax.server.interface import Generate, ModelInfo, Update
