@@ -38,6 +38,7 @@ class EngineStart:
     config: EngineConfig
     socket_path: str  # where API processes find it; of several hosts the first's counts
     hosts: Hosts | None = None
+    show_progress: bool = False
 
 
 class Beat(msgspec.Struct, frozen=True):

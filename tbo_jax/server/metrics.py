@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+
+# Where the processes of a server have their counts together; prometheus-client reads it too.
+SHARED = "PROMETHEUS_MULTIPROC_DIR"
 
 _FIRST: tuple[float, ...] = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20),
@@ -118,7 +123,12 @@ class Metrics:
     def page(self, statistics: Mapping[str, Any]) -> bytes:
         """The text for Prometheus, with these statistics of the engine."""
         self._statistics = statistics
-        return generate_latest(self.registry)
+        if SHARED not in os.environ:
+            return generate_latest(self.registry)
+        together = CollectorRegistry()
+        MultiProcessCollector(together)  # type: ignore[no-untyped-call]
+        together.register(self)
+        return generate_latest(together)
 
 
 def cache_usage(statistics: Mapping[str, Any]) -> float:

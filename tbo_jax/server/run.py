@@ -1,8 +1,7 @@
-"""Runs a server: the port, the engine, uvicorn, and an end in which no request is cut off early."""
+"""The port and uvicorn, and an end in which no request is cut off early."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import logging
@@ -10,32 +9,17 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import uvicorn
 from starlette.applications import Starlette
 
-from tbo_jax.engine.config import EngineConfig
-from tbo_jax.engine.llm import LLM
-from tbo_jax.server.app import make_app
 from tbo_jax.server.connection import connection_class
-from tbo_jax.server.interface import EngineClient
-from tbo_jax.server.local import LocalClient
 from tbo_jax.server.service import Service
-from tbo_jax.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-
-
-def make_client(model: str, config: EngineConfig, *, show_progress: bool = False) -> EngineClient:
-    """The engine that a server asks, ready to run.
-
-    Raises:
-        ValueError: as `LLM`.
-    """
-    return LocalClient(LLM(model, config, show_progress=show_progress))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -123,34 +107,6 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         await self._service.client.close()
         self._service.prompts.close()
-
-
-def run(
-    listening: socket.socket,
-    client: EngineClient,
-    model: str,
-    settings: ServerSettings,
-    keys: Sequence[str] = (),
-) -> None:
-    """Serve until a signal ends it.
-
-    Args:
-        listening: where; as `listen` gives it.
-        client: the engine.
-        model: its name, where the settings give none.
-        settings: of the server.
-        keys: API keys.
-
-    Raises:
-        ValueError: as `Service`.
-    """
-    service = Service(client, model, settings, keys)
-    server = Server(make_app(service), service)
-    host, port = listening.getsockname()[:2]
-    logger.info("%s is served at http://%s:%d", service.names[0], host, port)
-    raise_file_limit()
-    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(server.serve(sockets=[listening]))
 
 
 def raise_file_limit() -> None:

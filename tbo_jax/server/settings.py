@@ -66,8 +66,18 @@ class ServerSettings:
     """How the model writes what it thinks; default: that of the family of the model."""
     shutdown_seconds: float = 30.0
     """After SIGTERM or Ctrl-C, how long the requests under way may go on."""
+    api_workers: int = 1
+    """Processes that answer requests: HTTP, templates, tokenizing. The engine has one of its own
+    beside them."""
+    step_timeout: float = 300.0
+    """Seconds after which a step of the engine hangs: then its process is started anew."""
     limits: tyro.conf.OmitArgPrefixes[Limits] = field(default_factory=Limits)
     """What requests may take."""
+
+    def __post_init__(self) -> None:
+        whole_number("api_workers", self.api_workers, 1)
+        if not self.step_timeout > 0:
+            raise ValueError(f"step_timeout is {self.step_timeout}: expected more than 0")
 
     def keys(self, environment: str | None) -> tuple[str, ...]:
         """The API keys: those of the command line, or else of the environment's variable.

@@ -63,6 +63,7 @@ class Supervisor:
         step_timeout: float = STEP_TIMEOUT,
         most_failures: int = MOST_FAILURES,
         on_failure: Callable[[EngineFailed], None] | None = None,
+        show_progress: bool = False,
     ) -> None:
         """Args:
         model: as `LLM` takes it.
@@ -75,6 +76,7 @@ class Supervisor:
         most_failures: in a row, of engines that told no token and did not run for
             `STEADY_SECONDS`, after which it is given up.
         on_failure: called when it is given up after the first start went well.
+        show_progress: have the engine show on stderr how far it is when it starts.
 
         Raises:
             ValueError: a number is not above 0.
@@ -88,7 +90,9 @@ class Supervisor:
         self.most_failures = most_failures
         self.restarts = 0
         self.pid: int | None = None
-        self._start = EngineStart(os.fspath(model), config or EngineConfig(), self.path, hosts)
+        self._start = EngineStart(
+            os.fspath(model), config or EngineConfig(), self.path, hosts, show_progress
+        )
         self._on_failure = on_failure
         self._process: subprocess.Popen[bytes] | None = None
         self._was_ready = False
