@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -91,12 +92,20 @@ class EngineLoop:
         num_tokens: how many were told.
     """
 
-    def __init__(self, llm: LLM, group: Group | None = None) -> None:
+    def __init__(
+        self, llm: LLM, group: Group | None = None, on_first: Callable[[], None] | None = None
+    ) -> None:
+        """Args:
+        llm: nobody else uses its engine.
+        group: the engines of other hosts.
+        on_first: called before the first token is told.
+        """
         self.busy_since: float | None = None
         self.num_tokens = 0
         self._llm = llm
         self._engine = llm.engine
         self._group = group
+        self._on_first = on_first
         self._commands: SimpleQueue[_New | _Gone | _Question | None] = SimpleQueue()
         self._running: dict[int, _Running] = {}  # by the engine's request id
         self._of: dict[Receiver, dict[int, _Running]] = {}  # by receiver, then by number
@@ -224,7 +233,9 @@ class EngineLoop:
                     continue
                 told, one.held = one.held, wire.Told(one.number)
             batch.others.append(told)
-        self.num_tokens += len(events)
+        had_none, self.num_tokens = self.num_tokens == 0, self.num_tokens + len(events)
+        if had_none and events and self._on_first is not None:
+            self._on_first()
         for receiver, batch in batches.items():
             if batch.numbers or batch.others:
                 receiver.tell(wire.Step(batch.numbers, batch.token_ids, batch.texts, batch.others))

@@ -129,7 +129,7 @@ def _run(start: EngineStart, pulse: _Pulse) -> None:
             follow(llm.engine, joined)
             return
         group = joined
-    pulse.loop = EngineLoop(llm, group)
+    pulse.loop = EngineLoop(llm, group, pulse.now)
     asyncio.run(_serve(llm, start.socket_path, pulse, pulse.loop))
 
 

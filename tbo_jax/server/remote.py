@@ -4,10 +4,10 @@ One connection carries all requests. When it breaks, because the engine's proces
 under way wait until there is another one, and are sent anew with the tokens that they have. What a
 token is drawn by depends on the seed and its place alone, so the rest is what it would have been.
 
-A request may be what kills the engine. Deaths are counted for those that were sent and got no token
-until then. With the last but one of `MOST_DEATHS` in a row a request is a *suspect*: suspects are
-sent one by one, each when the one before has a token, so that the next death tells which it was.
-That one is given up.
+A request may be what kills the engine. One that was sent and got no token in `SUSPECT_DEATHS` runs
+of the engine in a row, until they died, is a *suspect*; it may just have waited. Suspects are tried
+one by one, before all others, each when the one before has a token. One whose trials ended with the
+death of the engine `MOST_TRIALS` times in a row is given up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from tbo_jax.server.interface import Generate, ModelInfo, Update
 
 logger = logging.getLogger(__name__)
 
-MOST_DEATHS = 3  # of the engine, in a row, without a token of a request that it was running
+SUSPECT_DEATHS = 2
+MOST_TRIALS = 2
+AT_ONCE = -(2**40)  # the priority of a trial, before that of all others
 RETRY_SECONDS = 0.05  # between attempts to reach an engine that starts
 
 
@@ -42,6 +44,7 @@ class _Running:
     is_sent: bool = False  # over the connection that there is
     sent_to: str = ""  # the run of the engine that had it last, and gave it no token yet
     deaths: int = 0  # of the engine, in a row, while that was so
+    trials: int = 0  # of those deaths, how many while it was tried
 
 
 class RemoteClient:
@@ -228,20 +231,21 @@ class RemoteClient:
         self.num_connections += 1
         is_another = hello.run != self._run
         self._run = hello.run
+        tried, self._tried = self._tried, None
         self._suspects.clear()
-        self._tried = None
         for running in list(self._running.values()):
             running.is_sent = False
             if is_another and running.sent_to:  # it was there when the engine died
                 running.deaths += 1
+                running.trials += running is tried
             running.sent_to = ""
-            if running.deaths >= MOST_DEATHS:
+            if running.trials >= MOST_TRIALS:
                 reason = (
-                    f"the engine died {running.deaths} times in a row while it ran this request, "
-                    "which is given up"
+                    f"the engine died {running.deaths} times in a row when it was to run this "
+                    "request, which is given up"
                 )
                 self._give_up(running, RuntimeError(reason))
-            elif running.deaths == MOST_DEATHS - 1:
+            elif running.deaths >= SUSPECT_DEATHS:
                 self._suspects.append(running)
             else:
                 self._send(running)
@@ -264,10 +268,11 @@ class RemoteClient:
 
     def _send(self, running: _Running) -> None:
         add = running.add
-        if running.tokens:
+        if running.tokens or running is self._tried:
+            priority = AT_ONCE if running is self._tried else add.priority
             # Copied: more may come before this is encoded.
             add = wire.Add(
-                add.number, add.token_ids, add.params, add.salt, add.priority, add.tells_tokens,
+                add.number, add.token_ids, add.params, add.salt, priority, add.tells_tokens,
                 running.tokens.copy(),
             )  # fmt: skip
         running.is_sent, running.sent_to = True, self._run
@@ -327,7 +332,7 @@ class RemoteClient:
             self._finish(running, update)
 
     def _has_token(self, running: _Running) -> None:
-        running.sent_to, running.deaths = "", 0
+        running.sent_to, running.deaths, running.trials = "", 0, 0
         self._is_cleared(running)
 
     def _is_cleared(self, running: _Running) -> None:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 STEP_TIMEOUT = 300.0  # seconds
 START_SECONDS = 300.0  # until the process says that it loads: Python may come over a network
-MOST_FAILURES = 5
+MOST_FAILURES = 10  # more than a client takes to give up a request that is the reason
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before the second restart in a row, and any later
 STEADY_SECONDS = 60.0  # without work, after which an engine counts as one that works
 END_SECONDS = 10.0  # that a process which is told to end has for it
