@@ -18,8 +18,11 @@ from tbo_jax.server.protocol import ChatRequest
 from tbo_jax.server.runs import Counts, Run, started
 from tbo_jax.server.service import Service, new_id, usage
 from tbo_jax.server.streams import DONE, EventStream, event
+from tbo_jax.server.tags import THINK
 from tbo_jax.server.token_texts import chat_logprobs
 from tbo_jax.server.tool_choice import Parsing, parsing_of
+
+_TAIL = 16  # tokens of a prompt that can be the mark that begins a thought
 
 
 class ChatJob:
@@ -34,6 +37,7 @@ class ChatJob:
         self._counts = Counts()
         self._run: Run
         self._parsing: Parsing
+        self._starts_thinking = False
         self._num_calls: dict[int, int] = {}  # of each completion of a stream
 
     async def answer(self, request_id: str) -> Response:
@@ -55,6 +59,9 @@ class ChatJob:
             arguments,
             body.add_generation_prompt,
         )
+        if self._parsing.looks_at_prompt:
+            tail = await service.prompts.decode(prompt[-_TAIL:])
+            self._starts_thinking = tail.rstrip().endswith(THINK[0])
         room = service.room_for(prompt)
         most = body.max_completion_tokens
         most = body.max_tokens if most is None else most
@@ -95,7 +102,7 @@ class ChatJob:
         return (body.top_logprobs or 0) if body.logprobs else None
 
     def _parser(self) -> ChatParser:
-        return self._parsing.make()
+        return self._parsing.make(self._starts_thinking)
 
     async def _whole(self, updates: AsyncIterator[tuple[int, Update]]) -> Response:
         count = self._run.num_choices

@@ -105,6 +105,11 @@ def _structure(body: _Sampling) -> dict[str, Any]:
     return found
 
 
+def is_structured(body: _Sampling) -> bool:
+    """Whether a body says which texts are allowed."""
+    return bool(_structure(body))
+
+
 def structure_of_format(asked: ResponseFormat) -> dict[str, Any]:
     """What a `response_format` allows, as fields of `SamplingParams`."""
     if asked.type == "json_object":

@@ -61,12 +61,14 @@ class Service:
         self.prompts = PromptReader(tokenizer)
         self.texts = TokenTexts(tokenizer, info.vocab_size)
         self.defaults = default_sampling(info.folder)
+        self.families = Families.of(
+            info.folder, settings.tool_call_parser, settings.reasoning_parser
+        )
         most = self.limits.max_queued_tokens or max(_LEAST_QUEUE, 256 * info.max_context)
         self.queue = TokenQueue(most)
         self.metrics = Metrics(self.names[0])
         self.draining = False
         self.created = int(time.time())
-        self.families = Families()
 
     def check_model(self, name: str | None) -> None:
         """ApiError 404 for the name of another model."""
