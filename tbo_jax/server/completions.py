@@ -70,7 +70,7 @@ class CompletionJob:
                     body,
                     self._service.defaults,
                     max_new_tokens=min(most, room),
-                    n=body.n or body.best_of,
+                    n=body.best_of if body.n is None else body.n,
                     logprobs=body.logprobs,
                     prompt_logprobs=body.logprobs if wants_prompt else None,
                 )
@@ -92,7 +92,7 @@ class CompletionJob:
             raise refused("max_tokens", f"is {body.max_tokens}: expected 0 or more")
         if self._only_prompt and not body.echo:
             raise refused("max_tokens", "is 0: expected 1 or more, or echo")
-        if body.best_of is not None and body.best_of != (body.n or 1):
+        if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
             raise refused("best_of", f"is {body.best_of}: expected the same as n, {body.n or 1}")
         if body.logprobs is not None and body.logprobs < 0:
             raise refused("logprobs", f"is {body.logprobs}: expected 0 or more")

@@ -312,7 +312,8 @@ def test_a_stream_that_fails_ends_with_an_error(service, client):
     client.fails_after = 3
     *chunks, error, done = events_of(ask(service, CHAT, {"messages": HELLO, "stream": True}).text)
     assert done == "[DONE]" and "gone" in error["error"]["message"]
-    assert len(chunks) == 5 and not client.open and not service.queue.tokens
+    assert 2 <= len(chunks) <= 5  # a slow reader gets several tokens at once
+    assert not client.open and not service.queue.tokens
     events = events_of(ask(service, "/v1/responses", {"input": "x", "stream": True}).text)
     assert events[-1]["type"] == "response.failed"
 
