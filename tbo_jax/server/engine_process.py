@@ -28,7 +28,7 @@ from tbo_jax.parallel.processes import connect
 from tbo_jax.server.control import BEAT_SECONDS, Beat, EngineStart, line, read_start
 from tbo_jax.server.engine_loop import EngineLoop, Group
 from tbo_jax.server.engine_server import EngineServer
-from tbo_jax.server.group import Leader, follow, join_group
+from tbo_jax.server.group import Follower, Leader, join_group
 from tbo_jax.server.interface import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class _Pulse:
     """Tells the supervisor how this process is, from a thread, and ends with it."""
 
     def __init__(self, end: socket.socket) -> None:
-        self.loop: EngineLoop | None = None  # once it is ready
+        self.loop: EngineLoop | Follower | None = None  # once it is ready
         self.is_ready = False
         self._end = end
         self._lock = threading.Lock()
@@ -125,12 +125,13 @@ def _run(start: EngineStart, pulse: _Pulse) -> None:
         assert hosts is not None
         joined = join_group(hosts.coordinator)
         if not isinstance(joined, Leader):
+            follower = pulse.loop = Follower(llm.engine, joined)
             pulse.is_ready = True
-            follow(llm.engine, joined)
+            follower.run()
             return
         group = joined
-    pulse.loop = EngineLoop(llm, group, pulse.now)
-    asyncio.run(_serve(llm, start.socket_path, pulse, pulse.loop))
+    loop = pulse.loop = EngineLoop(llm, group, pulse.now)
+    asyncio.run(_serve(llm, start.socket_path, pulse, loop))
 
 
 async def _serve(llm: LLM, path: str, pulse: _Pulse, loop: EngineLoop) -> None:

@@ -14,6 +14,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,7 +67,7 @@ class Leader:
 
 
 def join_group(coordinator: str) -> Leader | socket.socket:
-    """Connect the processes: the first one's end, or that of another, for `follow`.
+    """Connect the processes: the first one's end, or that of another, for `Follower`.
 
     Args:
         coordinator: HOST:PORT of the first process, or "auto".
@@ -105,21 +106,43 @@ def join_group(coordinator: str) -> Leader | socket.socket:
     return end
 
 
-def follow(engine: Engine, leader: socket.socket) -> None:
-    """Do what the first process does, until it is gone; then this process ends, too."""
-    for orders in _orders(leader):
-        for order in orders.orders:
-            if isinstance(order, wire.Add):
-                with contextlib.suppress(ValueError):  # the first has told who asked
-                    add_to(engine, order, wire.unpacked_params(order.params))
-            else:
-                drop(engine, order.number)
-        if orders.step:
-            for event in engine.step():
+class Follower:
+    """Another process: does what the first does.
+
+    Attributes:
+        busy_since, num_tokens: as `EngineLoop` has them.
+    """
+
+    def __init__(self, engine: Engine, leader: socket.socket) -> None:
+        """Args:
+        engine: nobody else uses it.
+        leader: as `join_group` gives it.
+        """
+        self.busy_since: float | None = None
+        self.num_tokens = 0
+        self._engine = engine
+        self._leader = leader
+
+    def run(self) -> None:
+        """Do it until the first is gone; then this process ends, too."""
+        engine = self._engine
+        for orders in _orders(self._leader):
+            for order in orders.orders:
+                if isinstance(order, wire.Add):
+                    with contextlib.suppress(ValueError):  # the first has told who asked
+                        add_to(engine, order, wire.unpacked_params(order.params))
+                else:
+                    drop(engine, order.number)
+            if not orders.step:
+                continue
+            self.busy_since = time.monotonic()
+            events = engine.step()
+            self.busy_since = None
+            self.num_tokens += len(events)
+            for event in events:
                 if event.finish_reason is not None:
                     assert event.request_id is not None
                     engine.pop(event.request_id)
-    _end("the first process of the group is gone")
 
 
 def _orders(leader: socket.socket) -> Iterator[Orders]:

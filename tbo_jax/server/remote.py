@@ -119,6 +119,25 @@ class RemoteClient:
     def generate(self, request: Generate) -> AsyncIterator[Update]:
         """Run a prompt; see `EngineClient`. It is sent now, not when the iteration begins.
 
+        What the iteration raises says why it cannot run.
+        """
+        stream = _Stream(request.tells_tokens)
+        try:
+            adds = self._adds_of(request)
+        except (ValueError, RuntimeError) as error:
+            stream.fail(error)
+            return _Updates(self, stream)
+        for sample, add in enumerate(adds):
+            running = self._running[add.number] = _Running(add, stream, sample)
+            stream.unfinished.add(add.number)
+            if self._connection is not None:
+                self._send(running)
+        self._idle.clear()
+        return _Updates(self, stream)
+
+    def _adds_of(self, request: Generate) -> list[wire.Add]:
+        """Each sample as a request of its own.
+
         Raises:
             ValueError: a number is larger than the engine takes.
             RuntimeError: it was closed, or the engine is gone for good.
@@ -129,34 +148,26 @@ class RemoteClient:
             raise ValueError(f"priority is {request.priority}: expected at most {wire.MAX_INTEGER}")
         params = request.params
         seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
-        stream = _Stream(request.tells_tokens)
-        samples = [
-            wire.packed_params(
-                replace(
-                    params,
-                    n=1,
-                    seed=(seed + sample) % (MAX_SEED + 1),
-                    prompt_logprobs=None if sample else params.prompt_logprobs,
-                )
-            )
-            for sample in range(params.n)
-        ]
-        for sample, packed in enumerate(samples):
-            add = wire.Add(
-                self._next_number,
+        first = self._next_number
+        self._next_number += params.n
+        return [
+            wire.Add(
+                first + sample,
                 request.prompt_token_ids,
-                packed,
+                wire.packed_params(
+                    replace(
+                        params,
+                        n=1,
+                        seed=(seed + sample) % (MAX_SEED + 1),
+                        prompt_logprobs=None if sample else params.prompt_logprobs,
+                    )
+                ),
                 request.cache_salt,
                 request.priority,
                 request.tells_tokens,
             )
-            self._next_number += 1
-            running = self._running[add.number] = _Running(add, stream, sample)
-            stream.unfinished.add(add.number)
-            if self._connection is not None:
-                self._send(running)
-        self._idle.clear()
-        return _Updates(self, stream)
+            for sample in range(params.n)
+        ]
 
     async def statistics(self, *, check: bool = False) -> dict[str, Any]:
         """Counts and times of the engine; those told last while it starts anew.
@@ -269,7 +280,7 @@ class RemoteClient:
     def _send(self, running: _Running) -> None:
         add = running.add
         if running.tokens or running is self._tried:
-            priority = AT_ONCE if running is self._tried else add.priority
+            priority = min(add.priority, AT_ONCE if running is self._tried else add.priority)
             # Copied: more may come before this is encoded.
             add = wire.Add(
                 add.number, add.token_ids, add.params, add.salt, priority, add.tells_tokens,

@@ -253,7 +253,7 @@ def test_close_lets_requests_end_in_time_and_aborts_the_others(path):
         assert cut.finish_reason == "abort" and 0 < len(cut.token_ids) < 400
         assert not client.is_ready
         with pytest.raises(RuntimeError, match="shutting down"):
-            client.generate(short)
+            await collect(client, short)
 
     run(path, main)
 

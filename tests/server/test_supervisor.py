@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tbo_jax.engine.config import EngineConfig
+from tbo_jax.server.control import Beat, line
 from tbo_jax.server.supervisor import EngineFailed, Supervisor
 from tests.golden_cases import with_tokenizer
 from tests.server.engine_processes import (
@@ -79,6 +80,18 @@ def test_numbers_that_cannot_be_are_refused():
     for options in (dict(step_timeout=0), dict(most_failures=0), dict(step_timeout=float("nan"))):
         with pytest.raises(ValueError, match="expected a number above 0"):
             Supervisor("model", **options)
+
+
+def test_a_step_that_takes_too_long_is_found():
+    async def main():
+        supervisor, reader = Supervisor("model", step_timeout=3), asyncio.StreamReader()
+        for beat in (Beat("loading"), Beat("ready"), Beat("ready", 5, 2.9), Beat("ready", 5, 3.1)):
+            reader.feed_data(line(beat))
+        last, reason, ready_at = await supervisor._watch(reader)
+        await supervisor.stop()
+        assert reason == "a step took more than 3 s" and last.tokens == 5 and ready_at
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow
