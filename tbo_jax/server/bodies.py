@@ -63,7 +63,8 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
     for name, why in (UNSUPPORTED.get(kind, {}) | OF_ALL).items():
         # What says no is as good as nothing.
-        if getattr(value, name, None) not in (None, False, [], {}):
+        given = getattr(value, name, None)
+        if given is not None and given is not False and given not in ([], {}):
             raise not_supported(name, why)
     return value
 

@@ -18,11 +18,9 @@ from tbo_jax.server.protocol import ChatRequest
 from tbo_jax.server.runs import Counts, Run, started
 from tbo_jax.server.service import Service, new_id, usage
 from tbo_jax.server.streams import DONE, EventStream, event
-from tbo_jax.server.tags import THINK
+from tbo_jax.server.tags import TAIL, THINK
 from tbo_jax.server.token_texts import chat_logprobs
 from tbo_jax.server.tool_choice import Parsing, parsing_of
-
-_TAIL = 16  # tokens of a prompt that can be the mark that begins a thought
 
 
 class ChatJob:
@@ -60,7 +58,7 @@ class ChatJob:
             body.add_generation_prompt,
         )
         if self._parsing.looks_at_prompt:
-            tail = await service.prompts.decode(prompt[-_TAIL:])
+            tail = await service.prompts.decode(prompt[-TAIL:])
             self._starts_thinking = tail.rstrip().endswith(THINK[0])
         room = service.room_for(prompt)
         most = body.max_completion_tokens
@@ -90,6 +88,8 @@ class ChatJob:
         body = self._body
         if not body.messages:
             raise refused("messages", "is empty: expected one message or more")
+        if body.stream_options is not None and not body.stream:
+            raise refused("stream_options", "needs stream")
         for name in ("max_completion_tokens", "max_tokens"):
             value = getattr(body, name)
             if value is not None and value < 1:
@@ -109,14 +109,12 @@ class ChatJob:
         texts: list[list[str]] = [[] for _ in range(count)]
         logprobs: list[list[Any]] = [[] for _ in range(count)]
         reasons: list[str | None] = [None] * count
-        prompt_logprobs = None
         async for number, update in updates:
             texts[number].append(update.text)
             if update.logprobs is not None:
                 logprobs[number] += chat_logprobs(update.logprobs, self._service.texts)
             if update.finish_reason is not None:
                 reasons[number] = update.finish_reason
-            prompt_logprobs = update.prompt_logprobs or prompt_logprobs
         choices = []
         for number in range(count):
             parser, message = self._parser(), Message()
@@ -133,10 +131,7 @@ class ChatJob:
                     "finish_reason": self._reason(reasons[number], bool(message.calls)),
                 }
             )
-        body = self._body_of("chat.completion", choices) | {"usage": self._usage()}
-        if self._body.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs
-        return json_response(body)
+        return json_response(self._body_of("chat.completion", choices) | {"usage": self._usage()})
 
     async def _events(
         self, stack: AsyncExitStack, updates: AsyncIterator[tuple[int, Update]]

@@ -88,6 +88,8 @@ class CompletionJob:
 
     def _check(self) -> None:
         body = self._body
+        if body.stream_options is not None and not body.stream:
+            raise refused("stream_options", "needs stream")
         if body.max_tokens is not None and body.max_tokens < 0:
             raise refused("max_tokens", f"is {body.max_tokens}: expected 0 or more")
         if self._only_prompt and not body.echo:

@@ -15,10 +15,11 @@ from tbo_jax.text import DefaultSampling
 
 MAX_STOP = 64  # strings: a text is searched for each of them
 MAX_BIAS = 1024  # ids of `logit_bias`, as of other lists of ids and words
+MAX_STRUCTURE = 2**18  # characters of a schema or grammar: it is compiled
 _ALIKE = (  # fields of bodies and of `SamplingParams`
     *("frequency_penalty", "presence_penalty", "seed", "temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
-    *("include_stop_str_in_output", "allowed_token_ids", "bad_words", "stop", "prompt_logprobs"),
+    *("include_stop_str_in_output", "allowed_token_ids", "bad_words", "stop"),
 )
 _STRUCTURED = {  # vLLM's names and ours
     "json": "json_schema",
@@ -49,7 +50,7 @@ def sampling_params(body: _Sampling, defaults: DefaultSampling, **further: Any) 
         _few(name, given.get(name, ()), MAX_BIAS)
     if body.logit_bias:
         given["logit_bias"] = _bias(body.logit_bias)
-    given |= _structure(body)
+    given |= bounded(_structure(body))
     given |= {name: value for name, value in further.items() if value is not None}
     return make_params(given, defaults)
 
@@ -103,6 +104,15 @@ def _structure(body: _Sampling) -> dict[str, Any]:
         if value is not None:
             found[_STRUCTURED[name]] = value
     return found
+
+
+def bounded(structure: dict[str, Any]) -> dict[str, Any]:
+    """The same; ApiError 400 for one that is too long to be looked at."""
+    for name, value in structure.items():
+        text = value if isinstance(value, str) else msgspec.json.encode(value)
+        if len(text) > MAX_STRUCTURE:
+            raise refused(name, f"has {len(text)} characters: expected at most {MAX_STRUCTURE}")
+    return structure
 
 
 def is_structured(body: _Sampling) -> bool:

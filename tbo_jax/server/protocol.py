@@ -85,10 +85,9 @@ class _Sampling(_Body, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    prompt_logprobs: int | None = None
-    request_id: str | None = None  # the header's has the same effect
     # Known, and refused.
     cache_salt: Any = None
+    prompt_logprobs: Any = None
     spaces_between_special_tokens: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
@@ -351,6 +350,7 @@ UNSUPPORTED: dict[type[msgspec.Struct], dict[str, str]] = {
 }
 OF_ALL = {
     "cache_salt": "the server sets it, one for each API key",
+    "prompt_logprobs": "use echo with logprobs of /v1/completions",
     "spaces_between_special_tokens": "",
     "truncate_prompt_tokens": "a prompt that is too long is refused",
     "use_beam_search": "",

@@ -10,13 +10,15 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from tbo_jax.server.deltas import ChatParser, PlainParser
 from tbo_jax.server.errors import ApiError, json_response, refused
 from tbo_jax.server.interface import Update
-from tbo_jax.server.options import make_params
+from tbo_jax.server.options import bounded, make_params
 from tbo_jax.server.protocol import InputItem, ResponsesRequest
 from tbo_jax.server.runs import Counts, Run, started
 from tbo_jax.server.service import Service, new_id
 from tbo_jax.server.streams import EventStream, event
+from tbo_jax.server.tags import TAIL, THINK
 
 _TEXTS = ("input_text", "output_text", "text")
 
@@ -33,6 +35,7 @@ class ResponseJob:
         self._created = int(time.time())
         self._counts = Counts()
         self._number = -1  # of the last event
+        self._parser: ChatParser = PlainParser()
         self._run: Run
 
     async def answer(self, request_id: str) -> Response:
@@ -54,8 +57,13 @@ class ResponseJob:
             most = service.defaults.values.get("max_new_tokens", room)
         given = {"temperature": body.temperature, "top_p": body.top_p}
         given = {name: value for name, value in given.items() if value is not None}
+        structure = self._structure()
+        if not structure:
+            self._parser = await self._parser_for(prompt)
+            if service.families.needs_special_tokens(False):
+                given["skip_special_tokens"] = False
         params = make_params(
-            given | self._structure() | {"max_new_tokens": min(most, room)}, service.defaults
+            given | structure | {"max_new_tokens": min(most, room)}, service.defaults
         )
         self._run = Run(request_id, [prompt], [params], self._salt, 0, bool(body.stream))
         stack = AsyncExitStack()
@@ -65,9 +73,21 @@ class ResponseJob:
         async with stack:
             texts, reason = [], None
             async for _, update in updates:
-                texts.append(update.text)
+                texts.append(self._content(update))
                 reason = update.finish_reason
         return json_response(self._form("".join(texts), reason))
+
+    async def _parser_for(self, prompt: list[int]) -> ChatParser:
+        families = self._service.families
+        tail = await self._service.prompts.decode(prompt[-TAIL:])
+        return families.maker(None)(tail.rstrip().endswith(THINK[0]))
+
+    def _content(self, update: Update) -> str:
+        """What an update adds to the answer: what the model thinks is no part of it."""
+        deltas = self._parser.push(update.text)
+        if update.finish_reason is not None:
+            deltas += self._parser.finish()
+        return "".join(delta.text for delta in deltas if delta.kind == "content")
 
     def _messages(self) -> list[dict[str, Any]]:
         body = self._body
@@ -88,7 +108,7 @@ class ResponseJob:
             return {"json_object": True}
         if asked.schema is None:
             raise refused("text.format.schema", "is missing")
-        return {"json_schema": msgspec.json.encode(asked.schema).decode()}
+        return bounded({"json_schema": msgspec.json.encode(asked.schema).decode()})
 
     async def _events(
         self, stack: AsyncExitStack, updates: AsyncIterator[tuple[int, Update]]
@@ -102,11 +122,9 @@ class ResponseJob:
         texts, reason = [], None
         async with stack:
             async for _, update in updates:
-                if update.text:
-                    texts.append(update.text)
-                    yield self._event(
-                        "response.output_text.delta", **at, delta=update.text, logprobs=[]
-                    )
+                if text := self._content(update):
+                    texts.append(text)
+                    yield self._event("response.output_text.delta", **at, delta=text, logprobs=[])
                 reason = update.finish_reason
         text = "".join(texts)
         whole = self._form(text, reason)

@@ -127,6 +127,7 @@ CALL_FORMS = {
     ),
 }
 THINK = "<think>", "</think>"
+TAIL = 16  # tokens at the end of a prompt among which the mark that begins a thought can be
 
 
 class TagParser:

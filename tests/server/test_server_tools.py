@@ -227,3 +227,14 @@ def test_a_prompt_may_begin_the_thought(client, tmp_path):
     body = {"messages": BODY["messages"], "include_reasoning": False}
     (choice,) = ask(make_service(client), PATH, body).json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": "Yes", "refusal": None}
+
+
+@pytest.mark.parametrize("parser", ["think", "harmony"])
+def test_responses_leave_out_what_the_model_thinks(client, parser):
+    client.text = TEXTS["harmony"] if parser == "harmony" else "<think>Hm.</think>Let me see."
+    service = make_service(client, reasoning_parser=parser)
+    answer = ask(service, "/v1/responses", {"input": "x"}).json()
+    assert answer["output"][0]["content"][0]["text"].startswith("Let me see.")
+    assert client.asked[0].params.skip_special_tokens == (parser == "think")
+    events = events_of(ask(service, "/v1/responses", {"input": "x", "stream": True}).text)
+    assert "".join(e["delta"] for e in events if "delta" in e).startswith("Let me see.")
