@@ -17,18 +17,20 @@ import contextlib
 import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from tbo_jax.sampling.params import MAX_SEED
 from tbo_jax.server import wire
 from tbo_jax.server.interface import Generate, ModelInfo, Update
+from tbo_jax.server.remote_stream import Stream, Updates
 
 logger = logging.getLogger(__name__)
 
 SUSPECT_DEATHS = 2
 MOST_TRIALS = 2
+FRAME_TOKENS = 2**20  # of prompts, after which a frame ends
 AT_ONCE = -(2**40)  # the priority of a trial, before that of all others
 RETRY_SECONDS = 0.05  # between attempts to reach an engine that starts
 
@@ -38,7 +40,7 @@ class _Running:
     """A sample of a request: what is sent of it, and what it has so far."""
 
     add: wire.Add
-    stream: _Stream
+    stream: Stream
     sample: int
     tokens: list[int] = field(default_factory=list)
     is_sent: bool = False  # over the connection that there is
@@ -121,19 +123,19 @@ class RemoteClient:
 
         What the iteration raises says why it cannot run.
         """
-        stream = _Stream(request.tells_tokens)
+        stream = Stream(request.tells_tokens)
         try:
             adds = self._adds_of(request)
         except (ValueError, RuntimeError) as error:
             stream.fail(error)
-            return _Updates(self, stream)
+            return Updates(stream, self._leave)
         for sample, add in enumerate(adds):
             running = self._running[add.number] = _Running(add, stream, sample)
             stream.unfinished.add(add.number)
             if self._connection is not None:
                 self._send(running)
         self._idle.clear()
-        return _Updates(self, stream)
+        return Updates(stream, self._leave)
 
     def _adds_of(self, request: Generate) -> list[wire.Add]:
         """Each sample as a request of its own.
@@ -296,9 +298,15 @@ class RemoteClient:
         self._outbox.append(message)
 
     def _flush(self) -> None:
-        if self._outbox and self._connection is not None:
-            self._connection.transport.write(wire.frame(self._outbox))
-        self._outbox.clear()
+        messages, self._outbox = self._outbox, []
+        if self._connection is None:
+            return
+        start = size = 0
+        for stop, message in enumerate(messages, 1):
+            size += len(message.token_ids) if isinstance(message, wire.Add) else 0
+            if size > FRAME_TOKENS or stop == len(messages):
+                self._connection.transport.write(wire.frame(messages[start:stop]))
+                start, size = stop, 0
 
     # What the engine tells.
 
@@ -371,7 +379,7 @@ class RemoteClient:
         if not self._running:
             self._idle.set()
 
-    def _leave(self, stream: _Stream) -> None:
+    def _leave(self, stream: Stream) -> None:
         """End what is unfinished of a request; nothing more is told of it."""
         for number in list(stream.unfinished):
             running = self._running[number]
@@ -391,9 +399,8 @@ class _Connection(asyncio.Protocol):
         self._frames = wire.Frames()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        transport.write(wire.frame(wire.Hello(wire.PROTOCOL)))
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its type
+        self.transport.write(wire.frame(wire.Hello(wire.PROTOCOL)))
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -412,104 +419,3 @@ class _Connection(asyncio.Protocol):
         if self._client._connection is self:
             self._client._disconnected()
         self.lost.set()
-
-
-class _Stream:
-    """What came of a request and nobody took yet, joined, so that slow readers cost nothing."""
-
-    __slots__ = ("_error", "_pending", "_tells_tokens", "_waiter", "unfinished")
-
-    def __init__(self, tells_tokens: bool) -> None:
-        self.unfinished: set[int] = set()  # numbers of its samples
-        self._tells_tokens = tells_tokens
-        self._pending: dict[int, Update] = {}  # by sample
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put_token(self, sample: int, token: int, text: str) -> None:
-        """One more token of a sample."""
-        update = self._pending.get(sample)
-        if update is None:
-            self._pending[sample] = Update(sample, [token], text)
-        else:
-            update.token_ids.append(token)
-            update.text += text
-        if self._tells_tokens and self._waiter is not None:
-            self._wake()
-
-    def put(self, later: Update) -> None:
-        """More of a sample."""
-        update = self._pending.get(later.sample)
-        if update is None:
-            self._pending[later.sample] = later
-        else:
-            update.token_ids += later.token_ids
-            update.text += later.text
-            if later.logprobs is not None:
-                update.logprobs = [*(update.logprobs or ()), *later.logprobs]
-            update.finish_reason, update.error = later.finish_reason, later.error
-            update.num_cached_tokens = later.num_cached_tokens
-            update.prompt_logprobs = later.prompt_logprobs
-        if self._tells_tokens or later.finish_reason is not None:
-            self._wake()
-
-    def fail(self, error: Exception) -> None:
-        """Have the iteration raise it, after what there is."""
-        self._error = error
-        self._wake()
-
-    def clear(self) -> None:
-        """Drop what nobody took."""
-        self._pending.clear()
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _next(self) -> Update | None:
-        for sample, update in self._pending.items():
-            if self._tells_tokens or update.finish_reason is not None or self._error is not None:
-                del self._pending[sample]
-                return update
-        return None
-
-    async def next(self) -> Update:
-        """Wait for an update."""
-        while (update := self._next()) is None:
-            if self._error is not None:
-                error, self._error = self._error, None
-                raise error
-            if not self.unfinished:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return update
-
-
-class _Updates:
-    """The iteration over a stream: when it is left or nobody has it any more, the request ends."""
-
-    __slots__ = ("_client", "_stream")
-
-    def __init__(self, client: RemoteClient, stream: _Stream) -> None:
-        self._client = client
-        self._stream = stream
-
-    def __aiter__(self) -> _Updates:
-        return self
-
-    def __anext__(self) -> Coroutine[Any, Any, Update]:
-        return self._stream.next()
-
-    async def aclose(self) -> None:
-        """Leave it: the request ends within a step, and the iteration at once."""
-        self._client._leave(self._stream)
-        self._stream.clear()
-
-    def __del__(self) -> None:
-        if self._stream.unfinished:
-            self._client._leave(self._stream)

@@ -7,6 +7,7 @@ import itertools
 import random
 
 import pytest
+import uvloop
 
 from tbo_jax import SamplingParams
 from tbo_jax.server import wire
@@ -133,7 +134,7 @@ def check(request: Generate, updates: list) -> None:
     assert len(updates) == request.params.n
 
 
-def run(path: str, main, **options) -> None:
+def run(path: str, main, loop_factory=None, **options) -> None:
     """With an engine and a client at it."""
 
     async def whole() -> None:
@@ -148,7 +149,8 @@ def run(path: str, main, **options) -> None:
             await engine.die()
             await asyncio.sleep(0.02)  # what it served sees its end
 
-    asyncio.run(asyncio.wait_for(whole(), 60))
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(asyncio.wait_for(whole(), 60))
 
 
 @pytest.fixture
@@ -156,8 +158,8 @@ def path(tmp_path_factory) -> str:
     return str(tmp_path_factory.mktemp("s") / "engine")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_however_often_it_dies_nothing_is_lost_or_told_twice(path, seed):
+@pytest.mark.parametrize("seed, loop_factory", [(0, None), (1, None), (2, uvloop.new_event_loop)])
+def test_however_often_it_dies_nothing_is_lost_or_told_twice(path, seed, loop_factory):
     rng = random.Random(seed)
 
     async def one(client, number):
@@ -188,7 +190,7 @@ def test_however_often_it_dies_nothing_is_lost_or_told_twice(path, seed):
         await asyncio.gather(*tasks)
         assert client.num_connections >= 5
 
-    run(path, main, rows=200)
+    run(path, main, loop_factory, rows=200)
 
 
 @pytest.mark.parametrize("poison_at", [0, 7])
