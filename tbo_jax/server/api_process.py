@@ -11,7 +11,7 @@ from tbo_jax.host.command import run_command
 from tbo_jax.host.parent import die_with
 from tbo_jax.server.hosting import Serving, serve_api
 from tbo_jax.server.log import log_to_stderr
-from tbo_jax.server.run import raise_file_limit
+from tbo_jax.server.run import new_event_loop, raise_file_limit
 
 
 def main() -> int:
@@ -26,7 +26,10 @@ def main() -> int:
     if not serving.quiet:
         log_to_stderr()
     raise_file_limit()
-    with socket.socket(fileno=fd) as listening, asyncio.Runner() as runner:
+    with (
+        socket.socket(fileno=fd) as listening,
+        asyncio.Runner(loop_factory=new_event_loop) as runner,
+    ):
         runner.run(serve_api(listening, serving))
     return 0
 

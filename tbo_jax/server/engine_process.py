@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -24,6 +23,7 @@ import jax
 
 from tbo_jax.engine.llm import LLM
 from tbo_jax.host.command import FAILED, REFUSED
+from tbo_jax.host.parent import die_with
 from tbo_jax.parallel.processes import connect
 from tbo_jax.server.control import BEAT_SECONDS, Beat, EngineStart, line, read_start
 from tbo_jax.server.engine_loop import EngineLoop, Group
@@ -32,8 +32,6 @@ from tbo_jax.server.group import Follower, Leader, join_group
 from tbo_jax.server.interface import ModelInfo
 
 logger = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1
 
 
 class _Pulse:
@@ -80,22 +78,13 @@ class _Pulse:
         os._exit(FAILED)
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process with its parent, also where Python's threads hang."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(FAILED)
-
-
 def main() -> None:
     """Run as `python -m tbo_jax.server.engine_process FD PARENT`: the control socket, whose it is.
 
     What it prints to stdout goes to stderr: libraries of transports print there.
     """
     fd, parent = map(int, sys.argv[1:])
-    _die_with(parent)
+    die_with(parent)
     os.dup2(2, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -25,7 +25,7 @@ from tbo_jax.engine.config import EngineConfig
 from tbo_jax.server.app import make_app
 from tbo_jax.server.control import Hosts
 from tbo_jax.server.remote import RemoteClient
-from tbo_jax.server.run import Server, raise_file_limit
+from tbo_jax.server.run import Server, new_event_loop, raise_file_limit
 from tbo_jax.server.service import Service
 from tbo_jax.server.settings import ServerSettings
 from tbo_jax.server.supervisor import EngineFailed, Supervisor
@@ -65,7 +65,7 @@ def host(
         ValueError: something is wrong with the tokenizer or the chat template.
     """
     raise_file_limit()
-    with asyncio.Runner() as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_host(listening, serving, config, hosts))
 
 
