@@ -9,6 +9,7 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import cast
 
 from tbo_jax.engine.engine import Engine
 from tbo_jax.sampling.params import SamplingParams
@@ -19,6 +20,7 @@ from tbo_jax.server.interface import ModelInfo
 logger = logging.getLogger(__name__)
 
 UNREAD_BYTES = 1 << 20  # written to a connection and not read; then updates are joined
+JOINED = 16  # requests in a frame with joined updates
 COMPILERS = 2  # threads that compile grammars, so that the device's loop need not
 
 
@@ -72,11 +74,11 @@ class _Connection(asyncio.Protocol):
         self._unread: dict[int, wire.Told] = {}  # by request, while it does not
         self._answers: list[wire.ToClient] = []
         self._compiling: set[int] = set()  # requests whose grammar is not ready
+        self._tasks: set[asyncio.Task[None]] = set()  # that compile them
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=UNREAD_BYTES)
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=UNREAD_BYTES)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -103,11 +105,11 @@ class _Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._paused = False
         messages, self._answers = self._answers, []
-        if self._unread:
-            messages.append(wire.Step(others=list(self._unread.values())))
-            self._unread.clear()
-        if messages:
-            self._transport.write(wire.frame(messages))
+        unread, self._unread = list(self._unread.values()), {}
+        # Few in a frame: with log-probabilities of prompts one may have megabytes.
+        parts = (unread[at : at + JOINED] for at in range(0, len(unread), JOINED))
+        for message in (*messages, *(wire.Step(others=part) for part in parts)):
+            self._send(message)  # which keeps it, if the client is slow again
 
     def tell(self, message: wire.ToClient) -> None:
         """Send a message; called in the loop's thread."""
@@ -150,7 +152,9 @@ class _Connection(asyncio.Protocol):
                 loop.add(self, message, params)
             else:
                 self._compiling.add(message.number)
-                self._asyncio.create_task(self._compile(message, params))
+                task = self._asyncio.create_task(self._compile(message, params))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
         elif isinstance(message, wire.Abort):
             self._compiling.discard(message.number)
             self._unread.pop(message.number, None)
@@ -162,7 +166,7 @@ class _Connection(asyncio.Protocol):
         server = self._server
         try:
             await self._asyncio.run_in_executor(server.compilers, server.engine.prepare, params)
-        except ValueError as error:
+        except Exception as error:  # whatever it is: the request must hear of it
             if message.number in self._compiling:
                 self._refuse(message, error)
             return
@@ -170,6 +174,6 @@ class _Connection(asyncio.Protocol):
             server.loop.add(self, message, params)
         self._compiling.discard(message.number)
 
-    def _refuse(self, message: wire.Add, error: ValueError) -> None:
+    def _refuse(self, message: wire.Add, error: Exception) -> None:
         self._compiling.discard(message.number)
         self._send(wire.Step(others=[wire.Told(message.number, refused=str(error))]))

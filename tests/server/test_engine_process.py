@@ -158,6 +158,7 @@ def test_a_slow_reader_is_told_the_same_in_fewer_updates(engine):
     engine.run(main())
 
 
+@pytest.mark.slow
 def test_a_connection_that_does_not_read_keeps_no_more_than_the_tokens(engine):
     """Its updates are joined in the engine's process."""
 
