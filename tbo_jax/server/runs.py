@@ -99,12 +99,8 @@ async def _watched(
     counts: Counts,
     watch: Watch,
 ) -> AsyncGenerator[tuple[int, Update], None]:
-    async def all_of() -> AsyncIterator[tuple[int, Update]]:
-        yield first
-        async for one in updates:
-            yield one
-
-    async for number, update in all_of():
+    number, update = first
+    while True:
         if update.token_ids:
             counts.generated += len(update.token_ids)
             if run.tells_tokens:
@@ -115,6 +111,10 @@ async def _watched(
             service.metrics.finished(update.finish_reason)
             _check(update)
         yield number, update
+        try:
+            number, update = await anext(updates)
+        except StopAsyncIteration:
+            return
 
 
 def _check(update: Update) -> None:
