@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,6 +13,7 @@ from tbo_jax.engine.generation import Completion
 from tbo_jax.engine.llm import LLM
 from tbo_jax.engine.running import TokenEvent
 from tbo_jax.engine.scheduling.rows import NOBODY
+from tbo_jax.engine.statistics import EngineStatistics
 from tbo_jax.sampling.params import SamplingParams
 from tbo_jax.server.interface import Generate, ModelInfo, Update
 from tbo_jax.server.updates import Pending
@@ -95,8 +97,8 @@ class LocalClient:
         return Update(event.sample, [token], event.text, logprobs)
 
     async def statistics(self) -> dict[str, Any]:
-        """Those of `LLM.statistics`, and what runs now. The lock of the engine is waited for."""
-        return await asyncio.to_thread(statistics_of, self._llm)
+        """Counts and times, and what runs now."""
+        return statistics_of(self._llm)
 
     async def close(self, *, seconds: float = 0.0) -> None:
         """Take no more requests; end those under way after so many seconds at the latest."""
@@ -112,17 +114,35 @@ class LocalClient:
 
 
 def statistics_of(llm: LLM) -> dict[str, Any]:
-    """Counts and times of an engine, with what runs at this moment."""
-    scheduler = llm.engine.scheduler
+    """Counts and times of an engine, with what runs at this moment.
+
+    They are read without the engine's lock: its thread holds that for all but an instant of each
+    step, so that whoever waits for it may wait for long. They may therefore be of two steps.
+    """
+    engine, scheduler = llm.engine, llm.engine.scheduler
     running = int((scheduler.rows.request_ids != NOBODY).sum())
     ranks, _ = scheduler.rows.request_ids.shape
     return {
-        **llm.statistics,
+        **_counts(engine.statistics),
+        "preemptions": scheduler.statistics.preemptions,
+        "cached_tokens": scheduler.statistics.cached_tokens,
+        "evictions": scheduler.statistics.evictions,
+        "use_tbo": engine.runner.overlap.mode,
+        "devices": llm.mesh.size,
+        "platform": llm.mesh.devices.flat[0].platform,
         "running": running,
         "waiting": max(0, len(scheduler._requests) - running),
         "pages": ranks * (scheduler.limits.num_pages - 1),
         "free_pages": sum(rank.pages.num_free for rank in scheduler._ranks),
     }
+
+
+def _counts(statistics: EngineStatistics) -> dict[str, Any]:
+    while True:
+        try:
+            return dataclasses.asdict(statistics)
+        except RuntimeError:  # a dictionary got an entry meanwhile, which happens once for each
+            continue
 
 
 async def _at_the_end(stream: TokenStream) -> AsyncIterator[Update]:
