@@ -20,7 +20,6 @@ from tbo_jax.engine.background import STEP_ATTEMPTS
 from tbo_jax.engine.engine import Engine
 from tbo_jax.engine.llm import LLM
 from tbo_jax.engine.running import TokenEvent
-from tbo_jax.engine.scheduling.rows import NOBODY
 from tbo_jax.sampling.params import SamplingParams
 from tbo_jax.server import wire
 
@@ -261,15 +260,7 @@ class EngineLoop:
         return told
 
     def _statistics(self, check: bool) -> dict[str, Any]:
-        scheduler = self._engine.scheduler
-        running = int((scheduler.rows.request_ids != NOBODY).sum())
-        ranks, _ = scheduler.rows.request_ids.shape
-        values = self._llm.statistics | {
-            "running": running,
-            "waiting": max(0, len(self._running) - running),
-            "pages": ranks * (scheduler.limits.num_pages - 1),
-            "free_pages": scheduler.num_free_pages,
-        }
+        values: dict[str, Any] = self._llm.statistics | self._engine.scheduler.load
         if check:
             try:
                 self._engine.check()

@@ -12,7 +12,6 @@ from tbo_jax.engine.async_llm import AsyncLLM, TokenStream
 from tbo_jax.engine.generation import Completion
 from tbo_jax.engine.llm import LLM
 from tbo_jax.engine.running import TokenEvent
-from tbo_jax.engine.scheduling.rows import NOBODY
 from tbo_jax.engine.statistics import EngineStatistics
 from tbo_jax.sampling.params import SamplingParams
 from tbo_jax.server.interface import Generate, ModelInfo, Update
@@ -120,8 +119,6 @@ def statistics_of(llm: LLM) -> dict[str, Any]:
     step, so that whoever waits for it may wait for long. They may therefore be of two steps.
     """
     engine, scheduler = llm.engine, llm.engine.scheduler
-    running = int((scheduler.rows.request_ids != NOBODY).sum())
-    ranks, _ = scheduler.rows.request_ids.shape
     return {
         **_counts(engine.statistics),
         "preemptions": scheduler.statistics.preemptions,
@@ -130,10 +127,7 @@ def statistics_of(llm: LLM) -> dict[str, Any]:
         "use_tbo": engine.runner.overlap.mode,
         "devices": llm.mesh.size,
         "platform": llm.mesh.devices.flat[0].platform,
-        "running": running,
-        "waiting": max(0, len(scheduler._requests) - running),
-        "pages": ranks * (scheduler.limits.num_pages - 1),
-        "free_pages": sum(rank.pages.num_free for rank in scheduler._ranks),
+        **scheduler.load,
     }
 
 

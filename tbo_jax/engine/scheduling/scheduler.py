@@ -95,7 +95,7 @@ from tbo_jax.engine.scheduling.placement import choose_rank
 from tbo_jax.engine.scheduling.plan import Propose, RankStep, SchedulerStatistics, StepPlan
 from tbo_jax.engine.scheduling.rank import Rank, turn_of
 from tbo_jax.engine.scheduling.request import FinishReason, Request, unread_token
-from tbo_jax.engine.scheduling.rows import Rows
+from tbo_jax.engine.scheduling.rows import NOBODY, Rows
 from tbo_jax.overlap.checks import whole_number
 
 MOST_WAIT = 32  # steps, of a sequence whose drafts are of no use
@@ -157,9 +157,18 @@ class Scheduler:
         return bool(self._requests)
 
     @property
-    def num_free_pages(self) -> int:
-        """Pages of all ranks that no unfinished request has; some are kept to be found again."""
-        return sum(rank.pages.num_free for rank in self._ranks)
+    def load(self) -> dict[str, int]:
+        """Requests that have a row and that wait for one, and pages of all ranks, in all and free.
+
+        It may be read while another thread plans a step, and is then of the time before or after.
+        """
+        running = int((self.rows.request_ids != NOBODY).sum())
+        return {
+            "running": running,
+            "waiting": max(0, len(self._requests) - running),
+            "pages": len(self._ranks) * (self.limits.num_pages - 1),
+            "free_pages": sum(rank.pages.num_free for rank in self._ranks),
+        }
 
     @property
     def must_preempt(self) -> bool:
