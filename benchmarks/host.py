@@ -60,7 +60,7 @@ class Arguments:
     """Requests that decode on each rank."""
     context: int = 4096
     """Most tokens that a request has when the first step is timed, the fewest being a page less."""
-    steps: int = 50
+    steps: int = 150
     """Steps that are timed."""
     stream: bool = True
     """Have an event, with its text, for each token; otherwise text is made at the end."""

@@ -37,6 +37,7 @@ class ScheduledSequence:
 class SampledRows:
     """The sequences of a step that sample, decodes first, as arrays [N]."""
 
+    at: np.ndarray  # intp, rank and row as one number: rank * S + row
     ranks: np.ndarray  # intp
     rows: np.ndarray  # intp, of `Rows`
     places: np.ndarray  # intp, among the sequences of the step on their rank
@@ -98,7 +99,8 @@ class StepPlan:
         ranks, at = np.nonzero(rows.decoding & with_decodes)
         self.num_decodes = np.bincount(ranks, minlength=len(self.prefills))
         places = np.arange(len(ranks)) - (np.cumsum(self.num_decodes) - self.num_decodes)[ranks]
-        sampled = [ranks, at, places, rows.requests[ranks, at], rows.request_ids[ranks, at]]
+        flat = ranks * rows.limits.max_sequences + at
+        sampled = [ranks, at, places, rows.requests.take(flat), rows.request_ids.take(flat)]
         last = [
             (rank, one.request.row, count + place, one.request, one.request.request_id)
             for rank, count in enumerate(self.num_decodes.tolist())
@@ -108,7 +110,8 @@ class StepPlan:
         if last:
             columns = zip(sampled, zip(*last, strict=True), strict=True)
             sampled = [np.append(column, np.array(more, column.dtype)) for column, more in columns]
-        self.sampled = SampledRows(*sampled)
+            flat = sampled[0] * rows.limits.max_sequences + sampled[1]
+        self.sampled = SampledRows(flat, *sampled)
         self.is_live = np.ones(len(self.sampled), bool)
         self.num_drafts = np.zeros(len(self.sampled), np.intp)
         if drafts is not None:

@@ -113,46 +113,47 @@ class Rows:
         missing = np.where(self._wants, self.most_tokens - self.room, 0)
         return -(-missing // self.limits.page_size).sum(axis=1)
 
-    def hold(self, ranks: np.ndarray, rows: np.ndarray, request_ids: np.ndarray) -> np.ndarray:
-        """Which of the requests [N] decode in these rows still: bool [N]."""
-        return (self.request_ids[ranks, rows] == request_ids) & self.decoding[ranks, rows]
+    # Rows are named by one number, rank * S + row: `take` with that is five times as fast as an
+    # index of two arrays (1.5 and 6.9 us for 2,048 rows).
 
-    def await_tokens(
-        self, ranks: np.ndarray, rows: np.ndarray, places: np.ndarray, drafts: np.ndarray
-    ) -> None:
+    def hold(self, at: np.ndarray, request_ids: np.ndarray) -> np.ndarray:
+        """Which of the requests [N] decode in these rows still: bool [N]."""
+        return (self.request_ids.take(at) == request_ids) & self.decoding.take(at)
+
+    def await_tokens(self, at: np.ndarray, places: np.ndarray, drafts: np.ndarray) -> None:
         """Count a token more of decodes [N], which these rows of a step sample.
 
         For each of their drafts [N] there may be one more.
         """
-        self.num_tokens[ranks, rows] += 1
+        self.num_tokens.reshape(-1)[at] += 1
         if drafts.any():
-            self.slack[ranks, rows] = drafts
+            self.slack.reshape(-1)[at] = drafts
             self._has_slack = True
-        self.unread[ranks, rows] = places
+        self.unread.reshape(-1)[at] = places
 
-    def put(
-        self, ranks: np.ndarray, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray | int = 1
-    ) -> None:
+    def put(self, at: np.ndarray, tokens: np.ndarray, counts: np.ndarray | int = 1) -> None:
         """The tokens [N, W] that were awaited: the first `counts` [N] of each row, 0 or more."""
         width = tokens.shape[1]
         if width > self._pending.shape[2]:
             more = width - self._pending.shape[2]
             self._pending = np.pad(self._pending, ((0, 0), (0, 0), (0, more)))
-        at = self._num_pending[ranks, rows]
-        full = at + width > self._pending.shape[2]
+        room = self._pending.shape[2]
+        held = self._num_pending.take(at)
+        full = held + width > room
         if full.any():
-            for request in self.requests[ranks[full], rows[full]]:
+            for request in self.requests.take(at[full]):
                 self.fetch(request)
-            at = self._num_pending[ranks, rows]
+            held = self._num_pending.take(at)
+        pending, place = self._pending.reshape(-1), at * room + held
         for column in range(width):  # what is beyond the counts is overwritten
-            self._pending[ranks, rows, at + column] = tokens[:, column]
-        self._num_pending[ranks, rows] = at + counts
+            pending[place + column] = tokens[:, column]
+        self._num_pending.reshape(-1)[at] = held + counts
         if self._has_slack:
             self.slack[:] = 0
             self._has_slack = False
         if not isinstance(counts, int):
-            self.num_tokens[ranks, rows] += counts - 1
-        self.unread[ranks, rows] = NOBODY
+            self.num_tokens.reshape(-1)[at] += counts - 1
+        self.unread.reshape(-1)[at] = NOBODY
 
     @property
     def most_tokens(self) -> np.ndarray:

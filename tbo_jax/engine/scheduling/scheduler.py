@@ -264,18 +264,18 @@ class Scheduler:
         rows, page_size = self.rows, self.limits.page_size
         decodes = slice(int(plan.num_decodes.sum()))
         of, numbers = plan.sampled, np.arange(decodes.stop)
-        here = rows.hold(of.ranks[decodes], of.rows[decodes], of.request_ids[decodes])
+        here = rows.hold(of.at[decodes], of.request_ids[decodes])
         here &= plan.is_live[decodes]
         if not here.all():  # aborted meanwhile
             numbers = numbers[here]
-        ranks, at, drafts = of.ranks[numbers], of.rows[numbers], plan.num_drafts[numbers]
+        at, drafts = of.at[numbers], plan.num_drafts[numbers]
         self.statistics.decode_tokens += len(numbers) + int(drafts.sum())
-        computed = rows.num_tokens[ranks, at]
-        rows.await_tokens(ranks, at, of.places[numbers], drafts)
+        computed = rows.num_tokens.take(at)
+        rows.await_tokens(at, of.places[numbers], drafts)
         # The pages of a row with drafts are kept when its tokens are known.
         for number in numbers[(computed % page_size == 0) & (drafts == 0)].tolist():
             self._ranks[of.ranks[number]].keep(of.requests[number])
-        for number in numbers[rows.num_tokens[ranks, at] >= rows.limit[ranks, at]].tolist():
+        for number in numbers[computed + 1 >= rows.limit.take(at)].tolist():
             self._end(self._ranks[of.ranks[number]], of.requests[number])
         for rank, prefills, count in zip(
             self._ranks, plan.prefills, plan.num_decodes.tolist(), strict=True
@@ -297,8 +297,8 @@ class Scheduler:
     def awaits(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
         """Which sequences of `plan.sampled` still want their tokens, bool [N], and their flags."""
         of = plan.sampled
-        here = self.rows.hold(of.ranks, of.rows, of.request_ids)
-        flags = self.rows.flags[of.ranks, of.rows]
+        here = self.rows.hold(of.at, of.request_ids)
+        flags = self.rows.flags.take(of.at)
         for number in np.flatnonzero(~here).tolist():
             request = of.requests[number]
             here[number], flags[number] = not request.is_finished, request.flags
@@ -344,18 +344,18 @@ class Scheduler:
         self._unread_plan = None
         self.statistics.steps += 1
         of, rows = plan.sampled, self.rows
-        here = rows.hold(of.ranks, of.rows, of.request_ids) & plan.is_live
-        ranks, at = of.ranks[here], of.rows[here]
+        here = rows.hold(of.at, of.request_ids) & plan.is_live
+        at = of.at[here]
         if one_each:  # as most are, and 0.1 us a row faster
-            rows.put(ranks, at, tokens[here])
-            self.statistics.generated_tokens += len(ranks)
+            rows.put(at, tokens[here])
+            self.statistics.generated_tokens += len(at)
             over = here & stopped
         else:
-            before = rows.num_tokens[ranks, at] - 1
-            rows.put(ranks, at, tokens[here], counts[here])
+            before = rows.num_tokens.take(at) - 1
+            rows.put(at, tokens[here], counts[here])
             self.statistics.generated_tokens += int(counts[here].sum())
             self._judge(plan, np.flatnonzero(here), before)
-            full = rows.num_tokens[of.ranks, of.rows] >= rows.limit[of.ranks, of.rows]
+            full = rows.num_tokens.take(of.at) >= rows.limit.take(of.at)
             over = here & (stopped | full)
         for number in redone:
             if here[number]:
@@ -567,12 +567,12 @@ class Scheduler:
         of, rows = plan.sampled, self.rows
         with_drafts = plan.num_drafts[numbers] > 0
         numbers, before = numbers[with_drafts], before[with_drafts]
-        ranks, at = of.ranks[numbers], of.rows[numbers]
-        now, page_size = rows.num_tokens[ranks, at], self.limits.page_size
+        at = of.at[numbers]
+        now, page_size = rows.num_tokens.take(at), self.limits.page_size
         for number in numbers[(now - 1) // page_size > (before - 1) // page_size].tolist():
             self._ranks[of.ranks[number]].keep(of.requests[number])
-        misses = np.minimum(rows.misses[ranks, at] + 1, MOST_WAIT.bit_length() - 1)
-        rows.misses[ranks, at] = np.where(now > before + 1, 0, misses)
+        misses = np.minimum(rows.misses.take(at) + 1, MOST_WAIT.bit_length() - 1)
+        rows.misses.reshape(-1)[at] = np.where(now > before + 1, 0, misses)
 
     def _redo(self, request: Request) -> None:
         """Have a request decode from its last known token, and without drafts from now on."""
