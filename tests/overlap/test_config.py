@@ -97,8 +97,8 @@ def test_a_bucket_without_room_or_of_no_kind_is_refused() -> None:
         Bucket(4, 0)
     with pytest.raises(ValueError, match="decode must be True or False, got 1"):
         Bucket(4, 4, 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="drafts is 2, decode False"):
-        Bucket(4, 4, drafts=2)
+    with pytest.raises(ValueError, match="drafts must be at least 0, got -1"):
+        Bucket(4, 4, True, -1)
 
 
 @pytest.mark.parametrize("name", ["num_pages", "page_size", "pages_per_sequence", "max_tokens"])
