@@ -462,9 +462,9 @@ class Engine:
         self._with_options.pop(request_id, None)
         self._structures.pop(request_id, None)
 
-    def ends(self, params: SamplingParams, token: int) -> bool:
-        """Whether a token ends a request: an end of sequence, or one of its own."""
-        return self.language.ends(params, token)
+    def leaves_out(self, params: SamplingParams, token: int) -> bool:
+        """Whether the last token of a request only ends it, and is not among those it gave."""
+        return self.language.ends(params, token) and not params.include_stop_str_in_output
 
     def _count(self, step: DispatchedStep) -> None:
         stats = self.statistics

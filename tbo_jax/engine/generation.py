@@ -234,8 +234,7 @@ class Generation:
     def _complete(self, request_id: int, sample: _Sample) -> Completion:
         request, text = self._engine.pop(request_id)
         tokens, params = request.generated_token_ids, request.params
-        ended = tokens and self._engine.ends(params, tokens[-1])
-        if ended and not params.include_stop_str_in_output:
+        if tokens and self._engine.leaves_out(params, tokens[-1]):
             tokens = tokens[:-1]
         assert request.finish_reason is not None
         logprobs = None if params.logprobs is None else sample.logprobs[: len(tokens)]

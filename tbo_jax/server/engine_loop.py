@@ -250,8 +250,7 @@ class EngineLoop:
             if request.prompt_logprobs is not None:
                 told.prompt_logprobs = request.prompt_logprobs.read()
             # As a completion has it: without the token that ended it.
-            ended = token is not None and self._engine.ends(one.params, token)
-            if ended and not one.params.include_stop_str_in_output:
+            if token is not None and self._engine.leaves_out(one.params, token):
                 token = None
         if token is not None:
             told.token_ids.append(token)

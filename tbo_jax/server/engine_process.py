@@ -124,22 +124,13 @@ def _run(start: EngineStart, pulse: _Pulse) -> None:
 
 
 async def _serve(llm: LLM, path: str, pulse: _Pulse, loop: EngineLoop) -> None:
-    engine = llm.engine
-    info = ModelInfo(
-        folder=str(llm.folder),
-        max_context=engine.max_context,
-        vocab_size=engine.runner.config.vocab_size,
-        max_logprobs=engine.max_logprobs,
-        takes_prompt_logprobs=engine.max_prompt_logprobs is not None,
-    )
-
     def run() -> None:
         try:
             loop.run()
         except BaseException as error:
             pulse.fail(error, FAILED)
 
-    server = EngineServer(loop, engine, info, uuid.uuid4().hex)
+    server = EngineServer(loop, llm.engine, ModelInfo.of(llm), uuid.uuid4().hex)
     listening = await server.listen(path)
     threading.Thread(target=run, name="tbo_jax engine", daemon=True).start()
     pulse.is_ready = True

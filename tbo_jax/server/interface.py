@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from tbo_jax.engine.scheduling.request import FinishReason
 from tbo_jax.sampling.logprobs import TokenLogprobs
 from tbo_jax.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from tbo_jax.engine.llm import LLM
 
 
 class Generate(msgspec.Struct, frozen=True):
@@ -45,6 +48,18 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     max_logprobs: int | None  # most that a request may ask for; None: no options at all
     takes_prompt_logprobs: bool
+
+    @classmethod
+    def of(cls, llm: LLM) -> ModelInfo:
+        """That of a model which is loaded."""
+        engine = llm.engine
+        return cls(
+            folder=str(llm.folder),
+            max_context=engine.max_context,
+            vocab_size=engine.runner.config.vocab_size,
+            max_logprobs=engine.max_logprobs,
+            takes_prompt_logprobs=engine.max_prompt_logprobs is not None,
+        )
 
 
 class EngineClient(Protocol):

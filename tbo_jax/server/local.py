@@ -25,14 +25,7 @@ class LocalClient:
         self._llm = llm
         self._front = AsyncLLM(llm)
         self._open = True
-        engine = llm.engine
-        self._info = ModelInfo(
-            folder=str(llm.folder),
-            max_context=engine.max_context,
-            vocab_size=engine.runner.config.vocab_size,
-            max_logprobs=engine.max_logprobs,
-            takes_prompt_logprobs=engine.max_prompt_logprobs is not None,
-        )
+        self._info = ModelInfo.of(llm)
 
     @property
     def info(self) -> ModelInfo:
@@ -88,8 +81,7 @@ class LocalClient:
         """
         token = event.token_id
         if event.finish_reason is not None and token is not None:
-            ended = self._llm.engine.ends(params, token)
-            token = None if ended and not params.include_stop_str_in_output else token
+            token = None if self._llm.engine.leaves_out(params, token) else token
         if token is None:
             return Update(event.sample, text=event.text)
         logprobs = None if event.logprobs is None else [event.logprobs]
