@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
+from tbo_jax.checkpoint.held import hold
 from tbo_jax.checkpoint.names import (
     HEAD,
     Layout,
@@ -21,8 +22,14 @@ from tbo_jax.checkpoint.names import (
     find_layout,
     parameter_sources,
 )
-from tbo_jax.checkpoint.quantized import WeightFormat, find_format, read_quantization
-from tbo_jax.checkpoint.read import Wanted, read_parameters
+from tbo_jax.checkpoint.quantized import (
+    PlainWeights,
+    WeightFormat,
+    find_format,
+    read_quantization,
+)
+from tbo_jax.checkpoint.quantizing import QUANTIZE, Quantize, QuantizingWeights
+from tbo_jax.checkpoint.read import read_parameters
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
 from tbo_jax.host.json_files import read_json_object
 from tbo_jax.layers.config import DecoderConfig
@@ -31,7 +38,7 @@ from tbo_jax.models import find_architecture
 from tbo_jax.models.architecture import Architecture
 from tbo_jax.models.hf_config import HfConfig
 from tbo_jax.parallel.exchange import check_divisible
-from tbo_jax.parallel.sharding import TENSOR, parameter_spec
+from tbo_jax.parallel.sharding import TENSOR
 
 logger = logging.getLogger(__name__)
 
@@ -61,19 +68,22 @@ def load_model(
     mesh: Mesh,
     dtype: Any,
     scanned: bool = False,
+    quantize: Quantize = "stored",
     progress: Progress | None = None,
 ) -> CausalLM:
     """Load the checkpoint in `folder` onto the devices of `mesh`.
 
     Of what is not placed yet the host holds at most two of the largest parameter. Each part of a
-    weight is read once, however many devices have it. Quantised weights are decoded as they are
-    read.
+    weight is read once, however many devices have it.
 
     Args:
         folder: Hugging Face folder with config.json and safetensors.
         mesh: of `make_mesh`, which tells what is sharded over which axis.
         dtype: of the loaded weights; the file's may differ.
         scanned: stack equal layers for a scan.
+        quantize: "stored" keeps the matrices of layers and head as the checkpoint has them, "none"
+            decodes what is quantised, "fp8" and "int8" quantise a checkpoint that is not, with a
+            factor for each output.
         progress: called with (bytes done, bytes in all), bytes of the files.
 
     Raises:
@@ -83,7 +93,7 @@ def load_model(
     """
     config, architecture = read_config(folder, dtype)
     tensors = TensorFolder.open(folder)
-    weights = find_format(folder, read_quantization(folder))(tensors)
+    weights = _quantize(folder, find_format(folder, read_quantization(folder))(tensors), quantize)
     layout = find_layout(tensors.names, config, architecture)
     # Before anything is built: a wrong number may be large.
     if (found := count_layers(tensors.names, layout)) < config.num_layers:
@@ -105,22 +115,37 @@ def load_model(
     _check_tensors(tensors, weights, wanted, config, architecture, layout)
 
     total = sum(_file_bytes(tensors, weights, source) for source in wanted)
-    shardings = {path: NamedSharding(mesh, parameter_spec(path, v, mesh)) for path, v in flat}
-    values = read_parameters(
-        {
-            path: Wanted(weights, sources[path], v.shape, np.dtype(v.dtype), shardings[path])
-            for path, v in flat
-        }
-    )
-    done = 0
-    loaded = {}
-    for path, value in values:
-        loaded[path] = value
+    held = {
+        path: hold(path, v, sources[path], weights, mesh, decode=quantize == "none")
+        for path, v in flat
+    }
+    parts = {(path, part): w for path, h in held.items() for part, w in h.parts.items()}
+    read: dict[Any, dict[str, Any]] = {path: {} for path, _ in flat}
+    loaded, done = {}, 0
+    for (path, part), value in read_parameters(parts):
+        read[path][part] = value
+        if len(read[path]) < len(held[path].parts):
+            continue
+        loaded[path] = held[path].together(read.pop(path))
         done += sum(_file_bytes(tensors, weights, source) for source in sources[path])
         if progress is not None:
             progress(done, total)
     placed = [(path, variable.replace(loaded[path])) for path, variable in flat]
     return nnx.merge(graph, nnx.from_flat_state(placed))
+
+
+def _quantize(folder: Path, weights: WeightFormat, quantize: Quantize) -> WeightFormat:
+    """The weights as they are to be held."""
+    if quantize == "stored" or quantize == "none":
+        return weights
+    if quantize not in QUANTIZE:
+        raise ValueError(f"quantize is {quantize!r}: expected one of {', '.join(QUANTIZE)}")
+    if type(weights) is not PlainWeights:
+        raise CheckpointError(
+            f"{folder}: quantize={quantize!r}, but config.json has a quantization_config already: "
+            'expected "stored" or "none"'
+        )
+    return QuantizingWeights(weights.tensors, quantize)
 
 
 def _untied_if_different(

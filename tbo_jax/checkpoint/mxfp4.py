@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tbo_jax.checkpoint.encoding import Encoding
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder, assign
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -51,6 +52,12 @@ class Mxfp4Weights:
         scales = experts, columns, rows // BLOCK
         return {name + BLOCKS: (*scales, BLOCK // 2), name + SCALES: scales}
 
+    def encoding(self, name: str, shape: tuple[int, ...], inputs: int) -> Encoding | None:
+        if name + BLOCKS not in self.tensors:
+            return None
+        values, scales = _Packed(self.tensors), _Exponents(self.tensors)
+        return Encoding("mxfp4", (BLOCK, 1), values, scales, np.dtype(np.uint8), packed=-2)
+
     def read_into(
         self,
         name: str,
@@ -81,6 +88,53 @@ class Mxfp4Weights:
                 for suffix in (BLOCKS, SCALES)
             )
             assign(out[number], decode(blocks, scales)[:, trim].T, tiled=True)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """The bytes [E, in / 2, out] of a weight."""
+
+    tensors: TensorFolder
+
+    def read_into(
+        self,
+        name: str,
+        out: NDArray[Any],
+        index: tuple[slice, ...] | None = None,
+        *,
+        transpose: bool = False,
+    ) -> None:
+        count, width, groups = self.tensors.info(name + SCALES).shape
+        shape = count, groups * BLOCK // 2, width
+        whole = (slice(None),) * len(shape)
+        experts, rows, columns = (
+            range(*part.indices(n)) for part, n in zip(index or whole, shape, strict=True)
+        )
+        of_group = BLOCK // 2
+        first = rows.start // of_group
+        taken = slice(columns.start, columns.stop), slice(first, -(-rows.stop // of_group))
+        trim = slice(rows.start - first * of_group, rows.stop - first * of_group)
+        for number, expert in enumerate(experts):
+            blocks = self.tensors.read(name + BLOCKS, (slice(expert, expert + 1), *taken))[0]
+            assign(out[number], blocks.reshape(len(columns), -1)[:, trim].T, tiled=True)
+
+
+@dataclass(frozen=True)
+class _Exponents:
+    """The scales [E, in / 32, out] of a weight."""
+
+    tensors: TensorFolder
+
+    def read_into(
+        self,
+        name: str,
+        out: NDArray[Any],
+        index: tuple[slice, ...] | None = None,
+        *,
+        transpose: bool = False,
+    ) -> None:
+        experts, rows, columns = index or (slice(None),) * 3
+        self.tensors.read_into(name + SCALES, out, (experts, columns, rows), transpose=True)
 
 
 def decode(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.float32]:

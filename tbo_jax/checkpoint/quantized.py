@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from tbo_jax.checkpoint.encoding import Encoding, TensorOf
 from tbo_jax.checkpoint.mxfp4 import Mxfp4Weights
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder, assign
 from tbo_jax.host.json_files import read_json_object
@@ -48,6 +49,9 @@ class WeightFormat(Protocol):
     ) -> None:
         """Read weight `name`, or a part of it, into `out`; see `TensorFolder.read_into`."""
 
+    def encoding(self, name: str, shape: tuple[int, ...], inputs: int) -> Encoding | None:
+        """What is held of weight `name`, whose inputs are along axis `inputs`; None: its values."""
+
 
 @dataclass(frozen=True)
 class PlainWeights:
@@ -67,6 +71,9 @@ class PlainWeights:
         transpose: bool = False,
     ) -> None:
         self.tensors.read_into(name, out, index, transpose=transpose)
+
+    def encoding(self, name: str, shape: tuple[int, ...], inputs: int) -> Encoding | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,12 @@ class BlockScaledWeights(PlainWeights):
             return {name: shape}
         blocks = tuple(-(-n // size) for n, size in zip(shape, self.block, strict=True))
         return {name: shape, name + SCALE: blocks}
+
+    def encoding(self, name: str, shape: tuple[int, ...], inputs: int) -> Encoding | None:
+        if name + SCALE not in self.tensors:
+            return None
+        values, scales = TensorOf(self.tensors), TensorOf(self.tensors, SCALE)
+        return Encoding("fp8", self.block, values, scales, np.dtype(np.float32))
 
     def read_into(
         self,

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
+from tbo_jax.checkpoint.encoding import Reader
 from tbo_jax.checkpoint.names import Source
-from tbo_jax.checkpoint.quantized import WeightFormat
 
 Key = TypeVar("Key", bound=Hashable)
 Bounds = tuple[tuple[int, int], ...]  # start, stop of each dimension
@@ -32,7 +32,7 @@ _AT_ONCE = 1 << 29
 class Wanted:
     """A parameter that is to be read, and where it is to lie."""
 
-    weights: WeightFormat
+    weights: Reader
     sources: Sequence[Source]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -213,7 +213,7 @@ def _aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def _read_source(
-    weights: WeightFormat, source: Source, out: np.ndarray, bounds: Sequence[tuple[int, int]]
+    weights: Reader, source: Source, out: np.ndarray, bounds: Sequence[tuple[int, int]]
 ) -> None:
     """The part of a tensor that falls into the shard `bounds` of the parameter, into `out`."""
     lead = len(source.at)
@@ -238,7 +238,7 @@ def _read_source(
 
 
 def _read_alternating(
-    weights: WeightFormat, source: Source, out: np.ndarray, index: tuple[slice, ...]
+    weights: Reader, source: Source, out: np.ndarray, index: tuple[slice, ...]
 ) -> None:
     """The part `index` of a parameter whose columns alternate in the file, an expert at a time."""
     experts, *inner, columns = index

@@ -15,10 +15,11 @@ from tbo_jax.checkpoint.names import parameter_sources, published_layout
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.models import find_architecture
 from tbo_jax.models.hf_config import HfConfig
+from tbo_jax.quantized.array import decoded
 
 
 def save_model(model: CausalLM, config: Mapping[str, Any], folder: Path, dtype: Any) -> None:
-    """Write config.json and model.safetensors.
+    """Write config.json and model.safetensors, with plain weights where those here are quantised.
 
     Args:
         model: the model; its weights are gathered to the host.
@@ -31,7 +32,7 @@ def save_model(model: CausalLM, config: Mapping[str, Any], folder: Path, dtype: 
     layout = published_layout(architecture)
     tensors: dict[str, np.ndarray] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
-        value = np.asarray(variable.get_value())
+        value = np.asarray(decoded(variable.get_value(), dtype))
         for source in parameter_sources(path, variable, parsed, layout):
             part = value[source.at]
             part = part[..., source.column : source.column + source.shape[-1]]

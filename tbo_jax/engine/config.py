@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 import jax.numpy as jnp
 import tyro
 
+from tbo_jax.checkpoint.quantizing import QUANTIZE, Quantize
 from tbo_jax.overlap.checks import whole_number
 from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.parallel.exchange import TRANSPORTS, DispatchDtype, Transport
@@ -31,6 +32,9 @@ class EngineConfig:
     """Devices that share the attention and the feed-forward of a sequence."""
     dtype: Literal["bfloat16", "float32"] | None = None
     """Of weights and compute; default float32 on CPU, bfloat16 elsewhere."""
+    quantize: Quantize = "stored"
+    """How weights are held: as the checkpoint has them, decoded to dtype ("none"), or with 8 bits a
+    number and a factor for each output where the checkpoint is not quantised."""
     overlap: Annotated[OverlapConfig | None, tyro.conf.Suppress] = None
     """Two-batch overlap; default `OverlapConfig.from_env()` (`USE_TBO`)."""
     max_context: int | None = None
@@ -107,6 +111,7 @@ class EngineConfig:
             )
         for name, allowed in {
             "dtype": (None, *DTYPES),
+            "quantize": QUANTIZE,
             "transport": tuple(TRANSPORTS),
             "dispatch_dtype": (None, *get_args(DispatchDtype)),
             "look_ahead": (None, True, False),

@@ -128,7 +128,12 @@ class LLM:
         start = time.perf_counter()
         with progress_bar("loading", show_progress) as update:
             weights = load_model(
-                self.folder, mesh=self.mesh, dtype=dtype, scanned=config.scanned, progress=update
+                self.folder,
+                mesh=self.mesh,
+                dtype=dtype,
+                scanned=config.scanned,
+                quantize=config.quantize,
+                progress=update,
             )
         self.load_seconds = time.perf_counter() - start
 

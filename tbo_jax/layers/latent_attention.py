@@ -26,6 +26,7 @@ from tbo_jax.layers.linear import Linear, rms_norm
 from tbo_jax.layers.rotary import apply_rotary
 from tbo_jax.layers.stored import StoredRows
 from tbo_jax.parallel.sharding import Shard
+from tbo_jax.quantized.array import decoded
 
 EPSILON = 1e-6  # of the norms of what is compressed, whatever the model's
 
@@ -45,18 +46,18 @@ class Expansion(nnx.Module):
         def weight(rows: int, first: int) -> nnx.Param:
             value = init(rngs.params(), (config.num_heads, rows, latent.rank), config.dtype)
             shard = Shard("tensor", 0, config.num_heads)
-            return nnx.Param(value, shard=shard, stored=StoredRows(first, period))
+            return nnx.Param(value, shard=shard, stored=StoredRows(first, period), inputs=-1)
 
         self.key = weight(latent.plain_dim, 0)
         self.value = weight(latent.value_dim, latent.plain_dim)
 
     def queries(self, q: jax.Array) -> jax.Array:
         """[T, N, plain_dim] -> [T, N, R]: what a query asks of the latent."""
-        return jnp.einsum("tnp,npr->tnr", q, self.key[...])
+        return jnp.einsum("tnp,npr->tnr", q, decoded(self.key[...], q.dtype))
 
     def values(self, out: jax.Array) -> jax.Array:
         """[T, N, R] -> [T, N, value_dim]: the value of a mean of latents."""
-        return jnp.einsum("tnr,nvr->tnv", out, self.value[...])
+        return jnp.einsum("tnr,nvr->tnv", out, decoded(self.value[...], out.dtype))
 
 
 class LatentAttention(nnx.Module):

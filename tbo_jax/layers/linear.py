@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.parallel.sharding import Shard
+from tbo_jax.quantized import gpu_product
+from tbo_jax.quantized.array import QuantizedArray, times
 
 FEW_ROWS = 64  # up to here `project` puts the weight on the left on CPU
 
 
-def project(x: jax.Array, weight: jax.Array) -> jax.Array:
+def project(x: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:
     """`x @ weight.T`: [T, K], [N, K] -> [T, N]."""
+    if isinstance(weight, QuantizedArray):
+        return _quantized(x, weight).astype(x.dtype)
     if x.shape[0] > FEW_ROWS:
         return _plain(x, weight)
     return jax.lax.platform_dependent(x, weight, cpu=_weight_on_the_left, default=_plain)
+
+
+def _quantized(x: jax.Array, weight: QuantizedArray) -> jax.Array:
+    """[T, K], [N, K] -> [T, N] float32."""
+    decoding = functools.partial(times, summed=-1)
+    if not gpu_product.takes(x.shape[0], x.dtype, weight):
+        return decoding(x, weight)
+    return jax.lax.platform_dependent(x, weight, cuda=gpu_product.product, default=decoding)
 
 
 def _plain(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -63,7 +77,7 @@ class Linear(nnx.Module):
         outputs = Shard("tensor", 0, sharded_outputs) if sharded_outputs else None
         shard = Shard("tensor", 1, sharded_inputs) if sharded_inputs else outputs
         weight = init(rngs.params(), (fan_out, fan_in), config.dtype)
-        self.weight = nnx.Param(weight, shard=shard)
+        self.weight = nnx.Param(weight, shard=shard, inputs=-1)
         self.bias = nnx.Param(jnp.zeros(fan_out, config.dtype), shard=outputs) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -85,7 +85,7 @@ class SparseMoe(nnx.Module):
 
         def weight(shape: tuple[int, ...], *projections: Projection) -> nnx.Param:
             value = normal(rngs.params(), shape, config.dtype)
-            return nnx.Param(value, shard=shard, stored=StoredExperts(projections))
+            return nnx.Param(value, shard=shard, stored=StoredExperts(projections), inputs=-2)
 
         def bias(shape: tuple[int, ...], *projections: Projection) -> nnx.Param | None:
             if not config.expert_bias:

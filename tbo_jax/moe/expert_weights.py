@@ -10,6 +10,7 @@ from typing import Any, Self
 import jax
 
 from tbo_jax.moe.activation import SwiGlu
+from tbo_jax.quantized.array import QuantizedArray
 
 _ARRAYS = "gate_up", "down", "gate_up_bias", "down_bias"
 
@@ -30,8 +31,8 @@ class ExpertWeights:
     the whole stack, and where the layer's experts begin in it.
     """
 
-    gate_up: jax.Array  # [G, D, 2F], gate projection first
-    down: jax.Array  # [G, F, D]
+    gate_up: jax.Array | QuantizedArray  # [G, D, 2F], gate projection first
+    down: jax.Array | QuantizedArray  # [G, F, D]
     gate_up_bias: jax.Array | None = None  # [G, 2F]
     down_bias: jax.Array | None = None  # [G, D]
     activation: SwiGlu = SwiGlu()  # noqa: RUF009, frozen
@@ -62,8 +63,7 @@ class ExpertWeights:
         return replace(own, first=None)
 
     def _each(self, change: Callable[[jax.Array], jax.Array]) -> Self:
-        arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
         changed: dict[str, Any] = {
-            name: change(array) for name, array in arrays.items() if array is not None
+            name: jax.tree.map(change, getattr(self, name)) for name in _ARRAYS
         }
         return replace(self, **changed)

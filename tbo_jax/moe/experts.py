@@ -18,6 +18,7 @@ from tbo_jax.moe.grouped_matmul import (
     zeros,
 )
 from tbo_jax.moe.kernel import ExpertKernel, ExpertLoad, ExpertShape
+from tbo_jax.quantized.array import times
 
 
 def apply_experts(
@@ -121,7 +122,7 @@ def _product_of_block(rows: jax.Array, matrices: ExpertWeights) -> Callable[...,
         place = matrices.place(group)
 
         def project(x, stack, bias):
-            product = jnp.dot(x, stack[place], preferred_element_type=jnp.float32)
+            product = times(x, stack[place])
             return product if bias is None else product + bias[place].astype(jnp.float32)
 
         hidden = _activate(matrices, project(x, matrices.gate_up, matrices.gate_up_bias))

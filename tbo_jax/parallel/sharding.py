@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from tbo_jax.overlap.checks import whole_number
+from tbo_jax.quantized.array import QuantizedArray
 
 NODES = "nodes"
 RANKS = (NODES, "ranks")
@@ -93,7 +94,10 @@ def num_ranks(mesh: Mesh) -> int:
 
 
 def parameter_spec(path: Sequence[object], parameter: nnx.Variable, mesh: Mesh) -> PartitionSpec:
-    """How a parameter is laid out over `mesh`; one that does not say is replicated."""
+    """How a parameter is laid out over `mesh`; one that does not say is replicated.
+
+    Of one that is quantised it is that of the whole: see `QuantizedArray.with_specs`.
+    """
     shard: Shard | None = parameter.get_metadata().get("shard")
     if shard is None:
         return PartitionSpec()
@@ -102,3 +106,12 @@ def parameter_spec(path: Sequence[object], parameter: nnx.Variable, mesh: Mesh) 
     # Scanned layers have an axis of layers in front.
     before = [None] * (shard.dimension + ("stacked" in path))
     return PartitionSpec(*before, DEVICES if shard.axis == "experts" else TENSOR)
+
+
+def leaf_specs(path: Sequence[object], parameter: nnx.Variable, mesh: Mesh) -> list[PartitionSpec]:
+    """`parameter_spec` for each array that a parameter is made of: one, or those of a quantised."""
+    spec, value = parameter_spec(path, parameter, mesh), parameter.get_raw_value()
+    if not isinstance(value, QuantizedArray):
+        return [spec]
+    parts = value.with_specs(spec)
+    return jax.tree.leaves(parts, is_leaf=lambda part: isinstance(part, PartitionSpec))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -15,7 +16,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tbo_jax.attention.buffers import BUFFER_SPECS, AttentionBuffers, allocate_attention_buffers
+from tbo_jax.attention.buffers import (
+    BUFFER_SPECS,
+    AttentionBuffers,
+    allocate_attention_buffers,
+    kv_bytes_per_page,
+)
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.exchange import exchange_of
 from tbo_jax.layers.precision import exact_products
@@ -25,7 +31,7 @@ from tbo_jax.overlap.stages import StackedLayers
 from tbo_jax.parallel.exchange import LocalExchange, Transport
 from tbo_jax.parallel.exchange.message import DispatchDtype
 from tbo_jax.parallel.processes import over_ranks
-from tbo_jax.parallel.sharding import RANKS, TENSOR, num_ranks, parameter_spec
+from tbo_jax.parallel.sharding import RANKS, TENSOR, leaf_specs, num_ranks
 from tbo_jax.parallel.tensor_parallel import TensorParallel
 from tbo_jax.step.compiler_options import Options, compiler_options
 from tbo_jax.step.deterministic import check_deterministic
@@ -97,7 +103,7 @@ class ModelRunner:
         # Split once: a jitted step that took the module would walk its object graph in every call.
         self._graph, state = nnx.split(model)
         flat = nnx.to_flat_state(state)
-        self._specs = [parameter_spec(path, variable, mesh) for path, variable in flat]
+        self._specs = [spec for path, variable in flat for spec in leaf_specs(path, variable, mesh)]
         self._weights, self._structure = jax.tree.flatten(state)
         self.tensor = TensorParallel(mesh.shape[TENSOR])
         self._on_device = model.config.of_device(self.tensor.size)
@@ -195,19 +201,28 @@ class ModelRunner:
     @property
     def largest_weight(self) -> int:
         """Bytes of the largest array of the weights on one device."""
-        return max(leaf.addressable_shards[0].data.nbytes for leaf in self._weights)
+        return max(self._bytes_on_device(leaf) for leaf in self._weights)
+
+    @staticmethod
+    def _bytes_on_device(leaf: jax.Array) -> int:
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
     def memory(self) -> dict[str, Any]:
-        """Bytes of a device beside weights and pages, which several micro-batches take more of.
+        """Bytes of a device.
 
-        `work_bytes`: attention work metadata, a set for each micro-batch. `temporary_bytes`: what
+        `weight_bytes`, `cache_bytes`: weights, and pages of keys and values. `work_bytes`:
+        attention work metadata, a set for each micro-batch. `temporary_bytes`: what
         XLA holds while a step runs, for each compiled program, such as "decode 8 x2" for two
         micro-batches; without those of which XLA does not tell.
         """
         work = jax.tree.leaves(self._buffer_shapes.work)
+        of_page = kv_bytes_per_page(self._on_device, self.cache.page_size)
         compiled = list(self._compiled.items())  # at once: another thread may be compiling
         held = {f"{b} x{count}": program.memory_analysis() for (b, count), program in compiled}
         return {
+            "weight_bytes": sum(self._bytes_on_device(leaf) for leaf in self._weights),
+            "cache_bytes": self.cache.num_pages
+            * kv_bytes_per_page(self._on_device, self.cache.page_size),
             "work_bytes": sum(a.size * a.dtype.itemsize for a in work) // num_ranks(self.mesh),
             "temporary_bytes": {
                 name: analysis.temp_size_in_bytes

@@ -23,6 +23,7 @@ from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.overlap.stages import run_layers
 from tbo_jax.parallel.exchange import Transport
 from tbo_jax.parallel.sharding import DEVICES, RANKS, TENSOR, parameter_spec
+from tbo_jax.quantized.array import QuantizedArray
 from tbo_jax.step.compiler_options import Options, compiler_options
 
 Metrics = dict[str, jax.Array]
@@ -67,7 +68,7 @@ class NextTokenLoss:
 
         Raises:
             ValueError: mode "auto", tensor parallelism, an unknown transport, or experts that do
-                not divide over the ranks.
+                not divide over the ranks; or weights that are quantised.
         """
         self.overlap = OverlapConfig() if overlap is None else overlap
         if self.overlap.mode == "auto":
@@ -85,6 +86,12 @@ class NextTokenLoss:
         self.balance_weight = balance_weight
         self.remat = remat
         self._graph, state = nnx.split(model)
+        for path, variable in nnx.to_flat_state(state):
+            if isinstance(value := variable.get_raw_value(), QuantizedArray):
+                raise ValueError(
+                    f"{'.'.join(map(str, path))} is held as {value.format.kind}, which has no "
+                    'gradient: expected a model loaded with quantize="none"'
+                )
         specs = [
             parameter_spec(path, variable, mesh) for path, variable in nnx.to_flat_state(state)
         ]

@@ -1,0 +1,131 @@
+"""A block of a quantised matrix inside a Pallas (Triton) kernel: read, decoded, multiplied."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from tbo_jax.quantized.array import (
+    MIDDLE,
+    Format,
+    QuantizedArray,
+    as_bits,
+    decode_e2m1,
+    decode_e4m3,
+    decode_e8m0,
+)
+
+
+class Block(NamedTuple):
+    """Which block of a matrix a product sums over: `size` of its inputs, and some columns."""
+
+    lead: tuple[Any, ...]  # entries of the leading dimensions
+    start: Any  # first input
+    size: int
+    columns: jax.Array  # [C] of the result
+
+
+def is_readable(form: Format, summed: int, size: int) -> bool:
+    """Whether blocks of `size` inputs, along axis `summed` of the matrix, can be decoded.
+
+    They have whole blocks of the factors, or lie in one; numbers of 4 bits are packed along them.
+    """
+    shared = form.block[summed]
+    if form.is_packed and (form.packed != summed or shared % 2):
+        return False
+    return shared % size == 0 or size % shared == 0
+
+
+def readable(matrix: QuantizedArray) -> QuantizedArray:
+    """The matrix as kernels take it: FP8 as bits, which load on every GPU."""
+    if matrix.format.kind != "fp8":
+        return matrix
+    return replace(matrix, values=as_bits(matrix.values))
+
+
+def load_inputs(rows: Any, row: jax.Array, block: Block, live: jax.Array, packed: bool) -> Any:
+    """The block's inputs of some rows, [M, S], zero where not `live`; with `packed` two of [M, S/2]
+
+    Numbers of 4 bits stand two to a byte; the even inputs are for the low halves, the odd ones for
+    the high.
+    """
+    step = 2 if packed else 1
+    inner = block.start + step * jnp.arange(block.size // step, dtype=jnp.int32)
+
+    def load(first: int) -> jax.Array:
+        return plgpu.load(
+            rows.at[row[:, None], (inner + first)[None, :]],
+            mask=live[:, None],
+            other=jnp.zeros((), rows.dtype),
+        )
+
+    return tuple(load(first) for first in range(step))
+
+
+def multiply(
+    inputs: tuple[jax.Array, ...], matrix: QuantizedArray, block: Block, summed: int
+) -> Any:
+    """`inputs` (`load_inputs`) times a block of `matrix`, whose arrays are references: [M, C].
+
+    The factors multiply the float32 sums where a block has one for each column; otherwise the
+    numbers, which are then rounded to the dtype of the inputs.
+    """
+    form, dtype = matrix.format, inputs[0].dtype
+    shared = form.block[summed]
+    packed = 2 if form.is_packed else 1
+    held = block.start // packed + jnp.arange(block.size // packed, dtype=jnp.int32)
+    raw = _load(matrix.values, block.lead, held, block.columns, summed)
+    # Rows of factors that the block has, and their place in the matrix.
+    count = max(1, block.size // shared)
+    at = block.start // shared + jnp.arange(count, dtype=jnp.int32)
+    column = block.columns // form.block[-3 - summed]
+
+    def spread(array: Any) -> jax.Array:
+        """What there is of each block of factors, for each of the bytes or numbers read."""
+        found = _load(array, block.lead, at, column, summed)
+        if count == 1:
+            return found
+        size = raw.shape[0] // count
+        shape = count, size, found.shape[1]
+        return jnp.broadcast_to(found[:, None, :], shape).reshape(raw.shape)
+
+    factors = spread(matrix.scales)
+    factors = decode_e8m0(factors) if form.kind == "mxfp4" else factors.astype(jnp.float32)
+    numbers: tuple[jax.Array, ...] = (raw,)
+    if form.is_packed:
+        numbers = raw & 15, raw >> 4
+    if form.kind == "mxfp4":
+        numbers = tuple(decode_e2m1(half) for half in numbers)
+    elif form.kind == "fp8":
+        numbers = (decode_e4m3(raw),)
+    elif form.kind == "int4":
+        zero = MIDDLE if matrix.zeros is None else spread(matrix.zeros).astype(jnp.float32)
+        numbers = tuple(half.astype(jnp.float32) - zero for half in numbers)
+    if count > 1:
+        numbers = tuple(half.astype(jnp.float32) * factors for half in numbers)
+    total = sum(_dot(x, half.astype(dtype)) for x, half in zip(inputs, numbers, strict=True))
+    return total * factors if count == 1 else total
+
+
+def _load(
+    array: Any, lead: tuple[Any, ...], inner: jax.Array, column: jax.Array, summed: int
+) -> Any:
+    """[S, C] of a reference [..., K, N], or with `summed` -1 [..., N, K]."""
+    pair = (inner[:, None], column[None, :])
+    return plgpu.load(array.at[(*lead, *(pair if summed == -2 else pair[::-1]))])
+
+
+def _dot(x: jax.Array, weights: jax.Array) -> jax.Array:
+    # Else the tensor cores round float32 to 10 bits.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return plgpu.dot(x, weights, precision=precision)
+
+
+def largest_split(steps: int, most: int) -> int:
+    """The largest power of two up to `most` that divides `steps`."""
+    return math.gcd(steps, 1 << max(0, most.bit_length() - 1))

@@ -1,0 +1,80 @@
+"""A product with a quantised matrix on GPU, which decodes what it reads (Pallas, Triton).
+
+Of a matrix whose factors change along what is summed, XLA:GPU writes out all decoded numbers before
+the product: five times the bytes of FP8 (compiled for H100). So it does with any FP8 on A100. That
+decides the time of a step with few rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from tbo_jax.quantized.array import QuantizedArray
+from tbo_jax.quantized.gpu_block import (
+    Block,
+    is_readable,
+    largest_split,
+    load_inputs,
+    multiply,
+    readable,
+)
+
+MOST_ROWS = 256  # with more the decoded matrix is worth writing out: its product is faster
+NAME = "tbo_quantized_product"
+COLUMNS = 64  # of the result of a program
+INNER_BYTES = 128  # of a row, summed over at a time
+PROGRAMS = 264  # that keep a GPU of 132 cores busy; sums are cut until there are as many
+SMALLEST_TILE, LARGEST_TILE = 16, 64  # rows
+
+
+def takes(rows: int, dtype: Any, weight: QuantizedArray) -> bool:
+    """Whether `product` computes [rows, K] times `weight` [N, K], and is of use for it."""
+    columns, inputs = weight.shape
+    size = INNER_BYTES // jnp.dtype(dtype).itemsize
+    return (
+        rows <= MOST_ROWS
+        and (weight.format.kind == "fp8" or weight.format.block[1] < inputs)
+        and columns % COLUMNS == 0
+        and inputs % size == 0
+        and is_readable(weight.format, -1, size)
+    )
+
+
+def product(x: jax.Array, weight: QuantizedArray, interpret: bool = False) -> jax.Array:
+    """`x @ weight.T` in float32: [M, K], [N, K] -> [M, N], for what `takes` says."""
+    (rows, inputs), columns = x.shape, weight.shape[0]
+    tile = min(max(1 << (rows - 1).bit_length(), SMALLEST_TILE), LARGEST_TILE)
+    tiles, blocks = -(-rows // tile), columns // COLUMNS
+    steps = inputs * x.dtype.itemsize // INNER_BYTES
+    parts = largest_split(steps, PROGRAMS // (tiles * blocks))
+    sums = pl.pallas_call(
+        functools.partial(_kernel, tile=tile, steps=steps // parts),
+        out_shape=jax.ShapeDtypeStruct((parts, rows, columns), jnp.float32),
+        grid=(tiles, blocks, parts),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=4),
+        interpret=interpret,
+        name=NAME,
+    )(x, readable(weight))
+    return sums[0] if parts == 1 else sums.sum(0)
+
+
+def _kernel(x: Any, weight: QuantizedArray, out: Any, *, tile: int, steps: int) -> None:
+    row = pl.program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
+    column = pl.program_id(1) * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
+    part = pl.program_id(2)
+    live = row < x.shape[0]
+    size = INNER_BYTES // x.dtype.itemsize
+
+    def add(step: Any, total: jax.Array) -> jax.Array:
+        block = Block((), (part * steps + step) * size, size, column)
+        inputs = load_inputs(x, row, block, live, weight.format.is_packed)
+        return total + multiply(inputs, weight, block, -1)
+
+    total = jax.lax.fori_loop(0, steps, add, jnp.zeros((tile, COLUMNS), jnp.float32))
+    plgpu.store(out.at[part, row[:, None], column[None, :]], total, mask=live[:, None])
