@@ -8,6 +8,7 @@ nothing is padded to a capacity, and rows that no expert owns cost nothing.
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,6 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from tbo_jax.moe.kernel import ExpertKernel, ExpertLoad, ExpertShape
+from tbo_jax.quantized.array import QuantizedArray
+from tbo_jax.quantized.gpu_block import Block, is_readable, load_inputs, multiply, readable
+
+logger = logging.getLogger(__name__)
 
 BLOCK_COLUMNS = 128, 64  # of the result of a tile: the first that divides all of them
 INNER_BYTES = 128  # of a row, summed over at a time
@@ -61,12 +66,13 @@ class GpuExperts(ExpertKernel):
         tiles = matrices.place(group), *bounds
         grid = group.shape[0]
         run = functools.partial(_run, dtype=rows.dtype, tile=tile, interpret=self.interpret)
-        operands = *tiles, rows, index, matrices.gate_up, matrices.gate_up_bias
+        gate_up, down = matrices.gate_up, matrices.down
+        operands = *tiles, rows, index, _operand(gate_up, rows.dtype), matrices.gate_up_bias
         kernel = functools.partial(_gate_up_kernel, activation=matrices.activation)
         large = tile * rows.dtype.itemsize == TILE_BYTES
         blocks = BLOCK_COLUMNS[-1:] if self.narrow and large else BLOCK_COLUMNS
         activated = run(kernel, GATE_UP, grid, operands, (bound, width), blocks=blocks)
-        operands = *tiles, activated, matrices.down, matrices.down_bias
+        operands = *tiles, activated, _operand(down, rows.dtype), matrices.down_bias
         results = run(_down_kernel, DOWN, grid, operands, (bound, hidden))
         sums = functools.partial(
             _run, dtype=rows.dtype, tile=SMALLEST_TILE, interpret=self.interpret
@@ -84,6 +90,26 @@ class GpuExperts(ExpertKernel):
             DOWN: (2.0 * chosen * hidden * inner, width * down),
             SUM: (2.0 * chosen * hidden, width * (chosen + rows) * hidden),
         }
+
+
+def _operand(stack, dtype):
+    """Weights as a kernel takes them; decoded where it cannot read what they are."""
+    if not isinstance(stack, QuantizedArray):
+        return stack
+    size = INNER_BYTES // jnp.dtype(dtype).itemsize
+    if not is_readable(stack.format, -2, size):
+        _warn_decoded(stack.format)
+        return stack.decode(dtype)
+    return readable(stack)
+
+
+@functools.cache
+def _warn_decoded(form):
+    logger.warning(
+        "experts of %s with factors for blocks of %s are decoded in every step: the kernel for "
+        "GPUs takes blocks that divide or hold its own, of %d bytes of a row",
+        form.kind, form.block, INNER_BYTES,
+    )  # fmt: skip
 
 
 def _sort_by_expert(
@@ -159,10 +185,10 @@ def _gate_up_kernel(
         source = plgpu.load(index.at[row], mask=live, other=0)
 
         def add(step, sums):
-            x, inner = _load(rows, source, step, live)
-            gate = weights[expert, inner, pl.ds(columns, block)]
-            up = weights[expert, inner, pl.ds(width + columns, block)]
-            return sums[0] + _dot(x, gate), sums[1] + _dot(x, up)
+            gate, up = _products(
+                rows, source, step, live, weights, expert, (columns, width + columns), block
+            )
+            return sums[0] + gate, sums[1] + up
 
         starts = (
             _first_sum(bias, expert, column, (tile, block)) for column in (columns, width + columns)
@@ -178,8 +204,8 @@ def _down_kernel(group, first, stop, rows, weights, *bias_and_out, tile, block):
     @pl.when(start < end)
     def _():
         def add(step, total):
-            x, inner = _load(rows, row, step, live)
-            return total + _dot(x, weights[expert, inner, pl.ds(columns, block)])
+            (product,) = _products(rows, row, step, live, weights, expert, (columns,), block)
+            return total + product
 
         total = _first_sum(bias, expert, columns, (tile, block))
         _store(out, row, columns, jax.lax.fori_loop(0, _steps(rows), add, total), live)
@@ -217,6 +243,18 @@ def _dot(x, weights):
     # Else the tensor cores round float32 to 10 bits.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return plgpu.dot(x, weights, precision=precision)
+
+
+def _products(rows, row, step, live, weights, expert, starts, block):
+    """Block `step` of some rows times an expert's, for `block` columns from each of `starts`."""
+    if not isinstance(weights, QuantizedArray):
+        x, inner = _load(rows, row, step, live)
+        return [_dot(x, weights[expert, inner, pl.ds(start, block)]) for start in starts]
+    size = rows.shape[1] // _steps(rows)
+    columns = [start + jnp.arange(block, dtype=jnp.int32) for start in starts]
+    blocks = [Block((expert,), step * size, size, column) for column in columns]
+    inputs = load_inputs(rows, row, blocks[0], live, weights.format.is_packed)
+    return [multiply(inputs, weights, block, -2) for block in blocks]
 
 
 def _load(ref, row, step, live):

@@ -132,7 +132,7 @@ class QuantizedArray:
         pairs = jnp.stack([low, high], axis=axis).reshape(self.shape)
         if kind == "mxfp4":
             return decode_e2m1(pairs).astype(dtype)
-        zero = MIDDLE if self.zeros is None else self._spread(self.zeros).astype(dtype)
+        zero = MIDDLE if self.zeros is None else self.spread(self.zeros).astype(dtype)
         return pairs.astype(dtype) - zero
 
     def factors(self) -> jax.Array:
@@ -143,10 +143,10 @@ class QuantizedArray:
 
     def decode(self, dtype: Any) -> jax.Array:
         """[..., N, K]: the float32 products, rounded once to `dtype`."""
-        return (self.numbers(jnp.float32) * self._spread(self.factors())).astype(dtype)
+        return (self.numbers(jnp.float32) * self.spread(self.factors())).astype(dtype)
 
-    def _spread(self, blocks: jax.Array) -> jax.Array:
-        """One of each block -> one for each number."""
+    def spread(self, blocks: jax.Array) -> jax.Array:
+        """What there is of each block, for each number, or 1 along what has a single block."""
         for axis, size in zip((-2, -1), self.format.block, strict=True):
             count, whole = blocks.shape[axis], self.shape[axis]
             if count == 1:
@@ -251,5 +251,5 @@ def times(x: jax.Array, weight: jax.Array | QuantizedArray, summed: int = -2) ->
         return dot(weight.decode(x.dtype))
     # So XLA:GPU converts what it reads within the product. A product of the weight and its factors
     # it writes out first: five bytes of traffic for one.
-    factors = weight.factors()
+    factors = weight.spread(weight.factors())
     return dot(weight.numbers(x.dtype)) * (factors if summed == -2 else factors.T)

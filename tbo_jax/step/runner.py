@@ -221,8 +221,7 @@ class ModelRunner:
         held = {f"{b} x{count}": program.memory_analysis() for (b, count), program in compiled}
         return {
             "weight_bytes": sum(self._bytes_on_device(leaf) for leaf in self._weights),
-            "cache_bytes": self.cache.num_pages
-            * kv_bytes_per_page(self._on_device, self.cache.page_size),
+            "cache_bytes": self.cache.num_pages * of_page,
             "work_bytes": sum(a.size * a.dtype.itemsize for a in work) // num_ranks(self.mesh),
             "temporary_bytes": {
                 name: analysis.temp_size_in_bytes
