@@ -83,11 +83,11 @@ class GpuExperts(ExpertKernel):
     def expected_work(self, load: ExpertLoad) -> dict[str, tuple[float, float]]:
         hidden, inner, width = self.shape.hidden, self.shape.inner, self._width
         rows, chosen, num_experts = load.rows, load.chosen, load.num_experts
-        gate_up = num_experts * hidden * 2 * inner + chosen * (hidden + inner)
-        down = num_experts * hidden * inner + chosen * (hidden + inner)
+        matrices = self.shape.weight_bytes * num_experts * hidden * inner  # of one projection
+        elements = width * chosen * (hidden + inner)
         return {
-            GATE_UP: (4.0 * chosen * hidden * inner, width * gate_up),
-            DOWN: (2.0 * chosen * hidden * inner, width * down),
+            GATE_UP: (4.0 * chosen * hidden * inner, 2 * matrices + elements),
+            DOWN: (2.0 * chosen * hidden * inner, matrices + elements),
             SUM: (2.0 * chosen * hidden, width * (chosen + rows) * hidden),
         }
 

@@ -23,6 +23,13 @@ class ExpertShape:
     hidden: int  # D, elements of a row
     inner: int  # F, elements between the two products
     dtype: Any
+    weight_bits: float | None = None  # of a number of the weights, as held; None: those of `dtype`
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a number of the weights."""
+        bits = self.weight_bits
+        return jnp.dtype(self.dtype).itemsize if bits is None else bits / 8
 
 
 @dataclass(frozen=True)

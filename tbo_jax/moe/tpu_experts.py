@@ -22,7 +22,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from tbo_jax.moe.experts import apply_experts
 from tbo_jax.moe.kernel import ExpertKernel, ExpertLoad, ExpertShape
+from tbo_jax.quantized.array import QuantizedArray
 
 LANES = 128
 ROW_TILE = 128  # rows of a tile: fewer leave the matrix units waiting for weights
@@ -54,6 +56,11 @@ class TpuExperts(ExpertKernel):
         return None
 
     def __call__(self, rows, experts, weights, matrices):
+        if isinstance(matrices.gate_up, QuantizedArray) or isinstance(
+            matrices.down, QuantizedArray
+        ):
+            # The kernel reads bfloat16; XLA decodes those experts that have rows, one at a time.
+            return apply_experts(rows, experts, weights, matrices)
         num_rows, top_k = experts.shape
         gate_up, down, num_experts = matrices.gate_up, matrices.down, matrices.num_experts
         _, width, hidden = down.shape

@@ -8,6 +8,7 @@ decides the time of a step with few rows.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -49,19 +50,42 @@ def takes(rows: int, dtype: Any, weight: QuantizedArray) -> bool:
 def product(x: jax.Array, weight: QuantizedArray, interpret: bool = False) -> jax.Array:
     """`x @ weight.T` in float32: [M, K], [N, K] -> [M, N], for what `takes` says."""
     (rows, inputs), columns = x.shape, weight.shape[0]
-    tile = min(max(1 << (rows - 1).bit_length(), SMALLEST_TILE), LARGEST_TILE)
-    tiles, blocks = -(-rows // tile), columns // COLUMNS
-    steps = inputs * x.dtype.itemsize // INNER_BYTES
-    parts = largest_split(steps, PROGRAMS // (tiles * blocks))
+    tile, steps, parts = _cut(rows, inputs, columns, x.dtype)
     sums = pl.pallas_call(
         functools.partial(_kernel, tile=tile, steps=steps // parts),
         out_shape=jax.ShapeDtypeStruct((parts, rows, columns), jnp.float32),
-        grid=(tiles, blocks, parts),
+        grid=(-(-rows // tile), columns // COLUMNS, parts),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=4),
         interpret=interpret,
-        name=NAME,
+        name=_name(rows, columns, inputs),
     )(x, readable(weight))
     return sums[0] if parts == 1 else sums.sum(0)
+
+
+def expected_work(
+    rows: int, columns: int, inputs: int, weight: QuantizedArray, dtype: Any
+) -> dict[str, tuple[float, float]]:
+    """Floating-point operations and bytes of `product`, by the name that XLA's text has for it.
+
+    Of [rows, inputs] and a part [columns, inputs] of `weight`.
+    """
+    _, _, parts = _cut(rows, inputs, columns, dtype)
+    held = weight.nbytes / math.prod(weight.shape) * columns * inputs
+    moved = held + rows * (inputs * jnp.dtype(dtype).itemsize + 4 * columns * parts)
+    return {_name(rows, columns, inputs): (2.0 * rows * columns * inputs, moved)}
+
+
+def _name(rows: int, columns: int, inputs: int) -> str:
+    """The kernel's name, by which a schedule report finds its work."""
+    return f"{NAME}_{rows}x{columns}x{inputs}"
+
+
+def _cut(rows: int, inputs: int, columns: int, dtype: Any) -> tuple[int, int, int]:
+    """Rows of a tile, steps along what is summed, and in how many parts those are shared out."""
+    tile = min(max(1 << (rows - 1).bit_length(), SMALLEST_TILE), LARGEST_TILE)
+    programs = -(-rows // tile) * (columns // COLUMNS)
+    steps = inputs * jnp.dtype(dtype).itemsize // INNER_BYTES
+    return tile, steps, largest_split(steps, PROGRAMS // max(1, programs))
 
 
 def _kernel(x: Any, weight: QuantizedArray, out: Any, *, tile: int, steps: int) -> None:

@@ -30,6 +30,7 @@ from tbo_jax.schedule.compare import (
     compare,
     read_report,
 )
+from tbo_jax.schedule.held_weights import Weights
 from tbo_jax.schedule.measured import MeasuredReport, measure_steps
 from tbo_jax.schedule.measured_table import print_measured, timelines_of
 from tbo_jax.schedule.model_step import Phase, StepShape, inspect_model, list_presets, read_shape
@@ -42,8 +43,8 @@ from tbo_jax.schedule.trace import write_trace
 
 # What --json says of the step, beside its target and layers.
 SETTING = (
-    "config", "phase", "tokens", "context", "remat", "loop", "transport", "tensor_parallel",
-    "nodes", "rates",
+    "config", "phase", "tokens", "context", "remat", "loop", "weights", "transport",
+    "tensor_parallel", "nodes", "rates",
 )  # fmt: skip
 UNROLLED_LAYERS = 4  # compiled unless --layers says otherwise: XLA takes seconds for each
 
@@ -68,6 +69,9 @@ class Arguments:
     """Numbers of micro-batches to compare."""
     loop: Literal["unrolled", "scanned"] = "unrolled"
     """Layers one after another in the program, or one loop over stacked layers."""
+    weights: Weights = "bf16"
+    """How weights are held: fp8 as DeepSeek-V3's, int8 with a factor for each output, int4 in
+    groups of 128, or the experts in mxfp4 as gpt-oss'."""
     layers: int | None = None
     """Compile only so many layers; default 4 unrolled, all scanned."""
     transport: Transport = "all_to_all"
@@ -162,6 +166,7 @@ def run(args: Arguments) -> list[Change]:
                     scanned=scanned,
                     transport=args.transport,
                     tensor=args.tensor_parallel,
+                    weights=args.weights,
                 )
             )
             update(len(reports), len(counts))
@@ -169,7 +174,8 @@ def run(args: Arguments) -> list[Change]:
     title = (
         f"{args.config}, {layers} of {whole.num_layers} layers {args.loop}; {args.phase}"
         f"{' with remat' if args.remat else ''}, "
-        f"{args.tokens} tokens a {of_each}, context {args.context}, {args.transport}; "
+        f"{args.tokens} tokens a {of_each}, context {args.context}, {args.transport}"
+        f"{'' if args.weights == 'bf16' else f', weights in {args.weights}'}; "
         f"{target.name}, jax {jax.__version__}"
     )
     print_report(title, reports, target, whole.num_layers - layers)

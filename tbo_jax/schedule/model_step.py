@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +25,15 @@ from tbo_jax.moe.experts import XlaExperts
 from tbo_jax.moe.kernel import ExpertKernel, ExpertLoad
 from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.parallel.exchange.ragged import expected_destinations
-from tbo_jax.parallel.sharding import RANKS, TENSOR, parameter_spec
+from tbo_jax.parallel.sharding import RANKS, TENSOR
 from tbo_jax.schedule.cost import Work
+from tbo_jax.schedule.held_weights import (
+    Weights,
+    abstract_model,
+    bytes_on_device,
+    expert_weight_bits,
+    product_work,
+)
 from tbo_jax.schedule.report import ScheduleReport, inspect
 from tbo_jax.schedule.targets import Target
 from tbo_jax.step.compiler_options import Options
@@ -147,11 +153,13 @@ def inspect_model(
     scanned: bool = False,
     transport: Any = "all_to_all",
     tensor: int = 1,
+    weights: Weights = "bf16",
 ) -> ScheduleReport:
     """The schedule of the runner's step, compiled for `target`; `tensor` devices share a rank.
 
     Raises:
-        ValueError: the shape does not fit the model or the target.
+        ValueError: the shape does not fit the model or the target, or training with quantised
+            `weights` (`abstract_model`).
     """
     shape.check(micro_batches)
     if scanned and any(
@@ -159,21 +167,33 @@ def inspect_model(
     ):
         raise ValueError("layers of different kinds cannot be scanned: use the unrolled loop")
     lower = _lower_training if shape.phase == "train" else _lower_decoding
-    model, mesh = abstract_model(config, scanned), target.mesh(tensor)
+    model, mesh = abstract_model(config, scanned, weights), target.mesh(tensor)
     if micro_batches == 1:
         overlap = OverlapConfig()
     else:
         overlap = OverlapConfig("on", num_micro_batches=micro_batches)
     lowered, options = lower(model, mesh, shape, overlap, transport)
-    costs = expected_costs(config, target.num_devices, shape, micro_batches, tensor)
+    costs = expected_costs(
+        config, target.num_devices, shape, micro_batches, tensor, model=model, mesh=mesh
+    )
     report = inspect(lowered, target, micro_batches=micro_batches, options=options, **costs)
-    return dataclasses.replace(report, layer_bytes=layer_bytes(config, mesh, shape))
+    return dataclasses.replace(report, layer_bytes=layer_bytes(config, mesh, shape, weights))
 
 
 def expected_costs(
-    config: DecoderConfig, devices: int, shape: StepShape, micro_batches: int, tensor: int = 1
+    config: DecoderConfig,
+    devices: int,
+    shape: StepShape,
+    micro_batches: int,
+    tensor: int = 1,
+    *,
+    model: CausalLM | None = None,
+    mesh: Mesh | None = None,
 ) -> dict[str, Any]:
-    """What XLA's text does not tell of a step, as `inspect` takes it; tokens are routed evenly."""
+    """What XLA's text does not tell of a step, as `inspect` takes it; tokens are routed evenly.
+
+    `model`, abstract, tells how weights are held; without it they are of the model's dtype.
+    """
     # Of a micro-batch, and of it what one device of the rank routes.
     tokens = -(-shape.tokens // micro_batches)
     routed = -(-tokens // tensor)
@@ -182,28 +202,30 @@ def expected_costs(
         ragged_rows = routed * expected_destinations(
             devices, config.num_experts, config.num_experts_per_token
         )
+    bits, products = None, {}
+    if model is not None and mesh is not None:
+        bits = expert_weight_bits(model)
+        rows = {tokens, routed, shape.tokens, shape.bucket.sequences}
+        found = product_work(model, mesh, rows)
+        products = {name: Work(flops, moved, 1) for name, (flops, moved) in found.items()}
     return {
         "trip_counts": expected_turns(config, devices, routed, shape),
         "kernels": attention_work(config.of_device(tensor), tokens, shape)
-        | expert_work(config, devices, routed),
+        | expert_work(config, devices, routed, bits)
+        | products,
         "ragged_rows": ragged_rows,
     }
 
 
-def layer_bytes(config: DecoderConfig, mesh: Mesh, shape: StepShape) -> int:
+def layer_bytes(config: DecoderConfig, mesh: Mesh, shape: StepShape, held: Weights = "bf16") -> int:
     """Bytes of a device that one more layer, such as the last one, takes while a step runs.
 
     Decoding that is its weights and its part of the cache; in training its weights, and two moments
     of AdamW for each.
     """
     one = last_layers(config, 1)
-    state = nnx.to_flat_state(nnx.state(abstract_model(one, False)))
-    weights = sum(
-        math.prod(NamedSharding(mesh, parameter_spec(path, leaf, mesh)).shard_shape(leaf.shape))
-        * leaf.dtype.itemsize
-        for path, leaf in state
-        if path[0] == "layers"
-    )
+    state = nnx.to_flat_state(nnx.state(abstract_model(one, False, held)))
+    weights = sum(bytes_on_device(path, leaf, mesh) for path, leaf in state if path[0] == "layers")
     if shape.phase == "train":
         return 3 * weights
     on_device = one.of_device(mesh.shape[TENSOR])
@@ -235,11 +257,6 @@ def _lower_training(
     )
     state = abstract_train_state(model, optimizer, loss)
     return make_train_step(loss, optimizer).lower(state, tokens), loss.compiler_options()
-
-
-def abstract_model(config: DecoderConfig, scanned: bool) -> CausalLM:
-    """The model with shapes for weights."""
-    return nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0), scanned=scanned))
 
 
 def expected_turns(
@@ -291,12 +308,14 @@ def attention_work(config: DecoderConfig, tokens: int, shape: StepShape) -> dict
     return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}
 
 
-def expert_work(config: DecoderConfig, num_devices: int, tokens: int) -> dict[str, Work]:
+def expert_work(
+    config: DecoderConfig, num_devices: int, tokens: int, weight_bits: float | None = None
+) -> dict[str, Work]:
     """Work of the expert kernels; see `attention_work` and `expected_turns`."""
     if not config.num_experts:
         return {}
     work: dict[str, tuple[float, float]] = {}
     for kernel in EXPERTS.values():
         load = _expert_load(config, num_devices, tokens)
-        work |= kernel(expert_shape(config)).expected_work(load)
+        work |= kernel(expert_shape(config, weight_bits)).expected_work(load)
     return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}

@@ -58,9 +58,11 @@ def attention_shape(config: DecoderConfig, masked: bool = False) -> AttentionSha
     )
 
 
-def expert_shape(config: DecoderConfig) -> ExpertShape:
-    """The experts of a model."""
-    return ExpertShape(config.hidden_size, config.expert_intermediate_size, config.dtype)
+def expert_shape(config: DecoderConfig, weight_bits: float | None = None) -> ExpertShape:
+    """The experts of a model; `weight_bits` as in `ExpertShape`."""
+    return ExpertShape(
+        config.hidden_size, config.expert_intermediate_size, config.dtype, weight_bits
+    )
 
 
 def choose_kernels(
