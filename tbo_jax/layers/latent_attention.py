@@ -26,7 +26,7 @@ from tbo_jax.layers.linear import Linear, rms_norm
 from tbo_jax.layers.rotary import apply_rotary
 from tbo_jax.layers.stored import StoredRows
 from tbo_jax.parallel.sharding import Shard
-from tbo_jax.quantized.array import decoded
+from tbo_jax.quantized.array import times_each
 
 EPSILON = 1e-6  # of the norms of what is compressed, whatever the model's
 
@@ -53,11 +53,11 @@ class Expansion(nnx.Module):
 
     def queries(self, q: jax.Array) -> jax.Array:
         """[T, N, plain_dim] -> [T, N, R]: what a query asks of the latent."""
-        return jnp.einsum("tnp,npr->tnr", q, decoded(self.key[...], q.dtype))
+        return times_each(q, self.key[...], -2)
 
     def values(self, out: jax.Array) -> jax.Array:
         """[T, N, R] -> [T, N, value_dim]: the value of a mean of latents."""
-        return jnp.einsum("tnr,nvr->tnv", out, decoded(self.value[...], out.dtype))
+        return times_each(out, self.value[...], -1)
 
 
 class LatentAttention(nnx.Module):

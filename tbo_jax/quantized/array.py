@@ -232,6 +232,25 @@ def decode_e8m0(exponents: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def times_each(x: jax.Array, weight: jax.Array | QuantizedArray, summed: int) -> jax.Array:
+    """Products with a matrix for each of N heads, in the dtype of `x`.
+
+    [T, N, K], [N, K, R] -> [T, N, R]; with `summed` -1 the weight is [N, R, K].
+    """
+    axes = "tnk,nkr->tnr" if summed == -2 else "tnk,nrk->tnr"
+    if not isinstance(weight, QuantizedArray):
+        return jnp.einsum(axes, x, weight)
+    other = -3 - summed
+    if weight.zeros is not None or 1 not in weight.scales.shape[-2:]:
+        return jnp.einsum(axes, x, weight.decode(x.dtype))
+    # As in `times`; factors that differ along what is summed multiply the rows.
+    of_result = weight.scales.shape[summed] == 1
+    factors = jnp.squeeze(weight.spread(weight.factors()), summed if of_result else other)
+    rows = x if of_result else (x * factors).astype(x.dtype)
+    product = jnp.einsum(axes, rows, weight.numbers(x.dtype), preferred_element_type=jnp.float32)
+    return (product * factors if of_result else product).astype(x.dtype)
+
+
 def decoded(weight: jax.Array | QuantizedArray, dtype: Any) -> jax.Array:
     """A weight as an array of `dtype`, whatever holds it; one that is an array stays as it is."""
     return weight.decode(dtype) if isinstance(weight, QuantizedArray) else weight

@@ -21,6 +21,7 @@ from tbo_jax.quantized.array import (
     decode_e4m3,
     decode_e8m0,
     times,
+    times_each,
 )
 from tests.moe.stacks import one_by_one
 from tests.quantized.arrays import FORMS, decoded_in_numpy, random_array, turned
@@ -78,6 +79,20 @@ def test_products(name: str, dtype: object) -> None:
     other = random_array(turned(FORMS[name]), SHAPE[:0:-1], zeros=zeros)
     expected = np.asarray(x, np.float64) @ decoded_in_numpy(other).astype(np.float64)
     assert error(times(x, other), expected) < within
+
+
+@pytest.mark.parametrize("name", [*FORMS, None])
+def test_products_of_heads(name: str | None) -> None:
+    """With factors that change along what is summed, along the other dimension, along both."""
+    x = np.random.default_rng(1).normal(size=(9, 3, 512)).astype(np.float32)
+    for summed, shape in ((-1, (3, 128, 512)), (-2, (3, 512, 128))):
+        form = FORMS[name or "fp8, blocks"]
+        array = random_array(form if summed == -1 else turned(form), shape)
+        matrix = decoded_in_numpy(array)
+        axes = "tnk,nrk->tnr" if summed == -1 else "tnk,nkr->tnr"
+        expected = np.einsum(axes, x, matrix.astype(np.float64))
+        found = times_each(jnp.asarray(x), jnp.asarray(matrix) if name is None else array, summed)
+        assert error(found, expected) < 2e-6
 
 
 @pytest.mark.parametrize("name", ["fp8, blocks", "fp8, odd blocks", "int8, a factor for each output",
