@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbo_jax.checkpoint.tensors import TensorFolder, assign
-from tbo_jax.quantized.array import STORED_AS, Kind
+from tbo_jax.quantized.array import MIDDLE, STORED_AS, Kind
 
 Index = tuple[slice, ...]
 
@@ -149,7 +149,10 @@ def decode_into(
         sizes[axis] *= 2
         values = pairs.reshape(sizes)[tuple(trim)]
     numbers = values.astype(np.float32)
-    numbers -= _spread(encoding, encoding.zeros, name, wanted) if encoding.zeros else 8 * packed
+    if encoding.zeros is not None:
+        numbers -= _spread(encoding, encoding.zeros, name, wanted)
+    elif encoding.kind == "int4":
+        numbers -= MIDDLE
     numbers *= _spread(encoding, encoding.scales, name, wanted)
     assign(out, np.swapaxes(numbers, -1, -2) if transpose else numbers, tiled=transpose)
 

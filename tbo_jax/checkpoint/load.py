@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from tbo_jax.checkpoint.formats import find_format, read_quantization
 from tbo_jax.checkpoint.held import hold
 from tbo_jax.checkpoint.names import (
     HEAD,
@@ -22,12 +23,7 @@ from tbo_jax.checkpoint.names import (
     find_layout,
     parameter_sources,
 )
-from tbo_jax.checkpoint.quantized import (
-    PlainWeights,
-    WeightFormat,
-    find_format,
-    read_quantization,
-)
+from tbo_jax.checkpoint.quantized import PlainWeights, WeightFormat
 from tbo_jax.checkpoint.quantizing import QUANTIZE, Quantize, QuantizingWeights
 from tbo_jax.checkpoint.read import read_parameters
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
@@ -204,6 +200,8 @@ def _check_tensors(
         raise CheckpointError(f"{tensors.folder}: {_listed(missing)} missing")
 
     def passed_over(name: str) -> bool:
+        if weights.passes_over(name):
+            return True
         return _redundant(name, config) or architecture.ignores(layout.behind_prefix(name), config)
 
     extra = sorted(name for name in present - wanted.keys() if not passed_over(name))

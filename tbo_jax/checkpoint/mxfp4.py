@@ -52,6 +52,9 @@ class Mxfp4Weights:
         scales = experts, columns, rows // BLOCK
         return {name + BLOCKS: (*scales, BLOCK // 2), name + SCALES: scales}
 
+    def passes_over(self, name: str) -> bool:
+        return False
+
     def encoding(self, name: str, shape: tuple[int, ...], inputs: int) -> Encoding | None:
         if name + BLOCKS not in self.tensors:
             return None

@@ -7,10 +7,8 @@ values are. Everything else that is known of a checkpoint (names, layers, expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -18,14 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbo_jax.checkpoint.encoding import Encoding, TensorOf
-from tbo_jax.checkpoint.mxfp4 import Mxfp4Weights
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder, assign
-from tbo_jax.host.json_files import read_json_object
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _DECODED = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)  # twice as fast as a cast
 _COLUMNS = 256  # that are decoded together: they stay in the cache
-MODELOPT_FILE = "hf_quant_config.json"  # of NVIDIA's Model Optimizer
 SCALE = "_scale_inv"  # behind the name of a weight: by what it is multiplied, despite the name
 
 
@@ -49,6 +44,9 @@ class WeightFormat(Protocol):
     ) -> None:
         """Read weight `name`, or a part of it, into `out`; see `TensorFolder.read_into`."""
 
+    def passes_over(self, name: str) -> bool:
+        """Whether a tensor that belongs to no weight may stand there, and does not count."""
+
     def encoding(self, name: str, shape: tuple[int, ...], inputs: int) -> Encoding | None:
         """What is held of weight `name`, whose inputs are along axis `inputs`; None: its values."""
 
@@ -61,6 +59,9 @@ class PlainWeights:
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         return {name: shape}
+
+    def passes_over(self, name: str) -> bool:
+        return False
 
     def read_into(
         self,
@@ -143,74 +144,3 @@ class BlockScaledWeights(PlainWeights):
                 some = slice(column, column + _COLUMNS)
                 values = _DECODED[part[:, some].view(np.uint8)] * factor[some]
                 assign(place[:, some], values, tiled=transpose)
-
-
-def read_quantization(folder: Path) -> object:
-    """What the folder says of quantisation: `quantization_config` of its config.json, or None.
-
-    Raises:
-        CheckpointError: it is said in another place, whose formats are not supported.
-    """
-    values = _read_json(folder / "config.json")
-    text = values.get("text_config")
-    found: Any = values.get("quantization_config")
-    if isinstance(text, Mapping) and text.get("quantization_config") is not None:
-        if found is not None and found != text["quantization_config"]:
-            raise CheckpointError(
-                f"{folder}: config.json has a quantization_config and another in its text_config"
-            )
-        found = text["quantization_config"]
-    if values.get("compression_config") is not None:
-        raise CheckpointError(
-            f"{folder}: config.json: compression_config is not supported, expected "
-            "quantization_config or none"
-        )
-    modelopt = folder / MODELOPT_FILE
-    if modelopt.exists():
-        said = _read_json(modelopt).get("quantization")
-        said = said if isinstance(said, Mapping) else {"quantization": said}
-        if used := {k: v for k, v in said.items() if v and k != "exclude_modules"}:
-            raise CheckpointError(
-                f"{modelopt}: {used} is not supported, expected weights without quantisation, or a "
-                "quantization_config in config.json"
-            )
-    return found
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return read_json_object(path)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-
-
-def find_format(folder: Path, quantization: object) -> Callable[[TensorFolder], WeightFormat]:
-    """What makes the format that `quantization_config` of a config.json tells of; None: plain.
-
-    Raises:
-        CheckpointError: a method, or an option of it, that is not supported.
-    """
-    if quantization is None:
-        return PlainWeights
-    where = f"{folder}: quantization_config"
-    if not isinstance(quantization, Mapping):
-        raise CheckpointError(f"{where} must be an object, got {quantization!r}")
-
-    def expect(key: str, *accepted: Any) -> None:
-        value = quantization.get(key)
-        if value not in accepted:
-            allowed = ", ".join(repr(a) for a in accepted if a is not None)
-            raise CheckpointError(f"{where}: {key}={value!r} is not supported, expected {allowed}")
-
-    expect("quant_method", "fp8", "mxfp4")
-    if quantization["quant_method"] == "mxfp4":
-        return Mxfp4Weights
-    expect("fmt", "e4m3", None)
-    expect("activation_scheme", "dynamic", None)  # another adds tensors for the activations
-    block = quantization.get("weight_block_size")
-    sizes = block if isinstance(block, list) else []
-    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise CheckpointError(
-            f"{where}: weight_block_size={block!r} is not supported, expected two sizes, [128, 128]"
-        )
-    return partial(BlockScaledWeights, block=(sizes[0], sizes[1]))

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from tbo_jax.checkpoint.formats import find_format, read_quantization
 from tbo_jax.checkpoint.hub import fetch_config, fetch_weights
 from tbo_jax.checkpoint.load import load_model, read_config
-from tbo_jax.checkpoint.quantized import find_format, read_quantization
 from tbo_jax.engine.cache_size import cache_config, longest_context, pages_that_fit
 from tbo_jax.engine.config import DTYPES, EngineConfig
 from tbo_jax.engine.devices import make_devices, use_compilation_cache

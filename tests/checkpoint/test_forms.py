@@ -252,9 +252,10 @@ def test_layers_are_counted_before_anything_is_built(tmp_path, monkeypatch, case
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, "{'quant_algo': 'NVFP4'} is not"),
-        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "{'kv_cache_quant_algo': 'FP8'} is"),
-        ("FP8", "{'quantization': 'FP8'} is not supported"),
+        ({"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, "quant_algo='NVFP4' is not supp"),
+        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "quant_algo=None is not supported"),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo='FP8' is not"),
+        ("FP8", "quant_algo=None is not supported, expected 'FP8'"),
         ({"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": ["x"]}, None),
         (None, None),
     ],
@@ -269,14 +270,14 @@ def test_quantization_told_by_a_file_of_its_own(tmp_path, quantization, message)
         return
     with pytest.raises(CheckpointError) as error:
         load(folder)
-    assert f"hf_quant_config.json: {message}" in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"compression_config": {"format": "pack-quantized"}}, "compression_config is not support"),
-        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "quant_method='awq'"),
+        ({"text_config": {"quantization_config": {"quant_method": "hqq"}}}, "quant_method='hqq'"),
         (
             {
                 "quantization_config": {"quant_method": "fp8"},

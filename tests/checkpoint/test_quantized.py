@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from tbo_jax.checkpoint.formats import find_format
 from tbo_jax.checkpoint.load import load_model, read_config
 from tbo_jax.checkpoint.names import parameter_sources, published_layout
-from tbo_jax.checkpoint.quantized import FLOAT8, SCALE, BlockScaledWeights, find_format
+from tbo_jax.checkpoint.quantized import FLOAT8, SCALE, BlockScaledWeights
 from tbo_jax.checkpoint.save import save_model
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
 from tbo_jax.parallel.sharding import make_mesh
@@ -142,7 +143,7 @@ def test_progress_counts_the_bytes_of_all_files() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quant_method": "awq"}, "quant_method='awq' is not supported, expected 'fp8'"),
+        ({"quant_method": "hqq"}, "quant_method='hqq' is not supported, expected 'fp8'"),
         ({"quant_method": ...}, "quant_method=None is not supported, expected 'fp8'"),
         ({"fmt": "e5m2"}, "fmt='e5m2' is not supported, expected 'e4m3'"),
         ({"activation_scheme": "static"}, "activation_scheme='static' is not supported"),

@@ -99,10 +99,14 @@ def test_memory_that_the_overlap_takes_is_told():
     """Five arrays of int32 for each of `max_tokens`, a set for each micro-batch."""
     whole, split = (make_runner(devices=2, micro_batches=count) for count in (1, 2))
     one_set = 5 * 4 * CACHE.max_tokens
-    assert whole.memory() == {"work_bytes": one_set, "temporary_bytes": {}}
+    memory = whole.memory()
+    assert memory["cache_bytes"] == bytes_per_device(whole.allocate().cache, 2)
+    assert memory["work_bytes"] == one_set and memory["temporary_bytes"] == {}
     buffers = split.allocate()
     assert split.memory()["work_bytes"] == 2 * one_set == bytes_per_device(buffers.work, 2)
     analysis = split.compile(DECODE).memory_analysis()
+    weights_and_inputs = analysis.argument_size_in_bytes - bytes_per_device(buffers, 2)
+    assert 0 < weights_and_inputs - memory["weight_bytes"] < 1000  # of the inputs
     assert split.memory()["temporary_bytes"] == {"decode 4 x2": analysis.temp_size_in_bytes}
     assert analysis.temp_size_in_bytes > 0
 
