@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -18,44 +17,12 @@ import openai
 import pytest
 
 from tests.engine.engines import wait_for
+from tests.server.serve_command import command, served
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "kjv-moe"
 SMALL = ["--max-sequences", "4", "--max-batched-tokens", "16", "--max-context", "300"]
 PROMPT = "In the beginning God"
 WANTED = dict(model=str(MODEL), prompt=PROMPT, max_tokens=250, temperature=0)
-
-
-def command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "tbo_jax.cli.main", "serve", str(MODEL), *SMALL, *options]
-
-
-@contextlib.contextmanager
-def served(log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """The server's process, and its address once it answers; it is killed at the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    cache = log.parent / "cache"
-    with log.open("wb") as written:
-        process = subprocess.Popen(
-            command("--port", str(port), *options),
-            stderr=written,
-            env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)},
-        )
-    address = f"http://127.0.0.1:{port}"
-
-    def answers() -> bool:
-        assert process.poll() is None, log.read_text()
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{address}/ready", timeout=5).status_code == 200
-        return False
-
-    try:
-        wait_for(answers)
-        yield process, address
-    finally:
-        process.kill()
-        process.wait()
 
 
 def children(process: subprocess.Popen[bytes], name: str) -> list[int]:
@@ -77,7 +44,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_stream_outlives_the_engine(tmp_path: Path, workers: int) -> None:
     log = tmp_path / "log"
-    with served(log, "--api-workers", str(workers)) as (process, address):
+    with served(MODEL, log, *SMALL, "--api-workers", str(workers)) as (process, address):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=300)
         whole = client.completions.create(**WANTED).choices[0].text
         text, killed = "", 0
@@ -105,7 +72,7 @@ def test_a_stream_outlives_the_engine(tmp_path: Path, workers: int) -> None:
 
 @pytest.mark.slow
 def test_an_api_process_that_dies_is_replaced(tmp_path: Path) -> None:
-    with served(tmp_path / "log", "--api-workers", "2") as (process, address):
+    with served(MODEL, tmp_path / "log", *SMALL, "--api-workers", "2") as (process, address):
         first, second = children(process, "api_process")
         os.kill(first, signal.SIGKILL)
         wait_for(lambda: len(set(children(process, "api_process")) - {first}) == 2)
@@ -121,7 +88,9 @@ def test_an_api_process_that_dies_is_replaced(tmp_path: Path) -> None:
 
 def fails(*options: str) -> tuple[int, str]:
     started = time.monotonic()
-    done = subprocess.run(command(*options), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command(MODEL, *SMALL, *options), capture_output=True, text=True, timeout=120
+    )
     assert time.monotonic() - started < 120 and done.stderr.count("\n") == 1, done.stderr
     return done.returncode, done.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -11,6 +12,7 @@ import pytest
 from fakes import MODEL, ScriptedClient, make_service
 from serving import serving
 
+from tbo_jax.server.run import raise_file_limit
 from tbo_jax.server.settings import Limits, ServerSettings
 
 BODY = b'{"prompt": "In", "max_tokens": 3}'
@@ -85,8 +87,11 @@ def test_long_heads_are_refused(address):
 
 
 def test_idle_connections_hold_up_nobody(address):
+    raise_file_limit()
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = min(2000, files // 3)  # each has an end here and one there
     with ExitStack() as stack:
-        idle = [stack.enter_context(connect(address)) for _ in range(300)]
+        idle = [stack.enter_context(connect(address)) for _ in range(count)]
         for connection in idle[:100]:
             connection.sendall(b"POST /v1")
         done = httpx.post(f"{address}/v1/completions", json={"prompt": "In", "max_tokens": 3})
