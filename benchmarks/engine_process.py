@@ -71,7 +71,9 @@ def run_engine(args: Arguments) -> None:
             return {"cpu_seconds": _cpu_seconds(), "steps": engine.statistics.steps}
 
     loop = Loop(cast(LLM, llm))
-    info = ModelInfo("", engine.max_context, engine.runner.config.vocab_size, None, False)
+    info = ModelInfo(
+        str(host.MODEL), engine.max_context, engine.runner.config.vocab_size, None, False
+    )
 
     async def serve() -> None:
         assert args.engine_at is not None

@@ -45,6 +45,7 @@ class AroundRequests:
         request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
         # Of an engine's requests no two may have the same one, and a client can say one twice.
         scope["tbo_jax.request_id"] = f"{request_id}-{uuid.uuid4().hex[:8]}"
+        scope["tbo_jax.send"] = send  # for what no layer looks at: see `EventStream`
         start, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:

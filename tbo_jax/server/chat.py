@@ -17,7 +17,7 @@ from tbo_jax.server.options import sampling_params
 from tbo_jax.server.protocol import ChatRequest
 from tbo_jax.server.runs import Counts, Run, started
 from tbo_jax.server.service import Service, new_id, usage
-from tbo_jax.server.streams import DONE, EventStream, event
+from tbo_jax.server.streams import DONE, EventStream, TextEvents, event
 from tbo_jax.server.tags import TAIL, THINK
 from tbo_jax.server.token_texts import chat_logprobs
 from tbo_jax.server.tool_choice import Parsing, parsing_of
@@ -141,6 +141,10 @@ class ChatJob:
         always = options is not None and options.continuous_usage_stats
         parsers = [self._parser() for _ in range(self._run.num_choices)]
         more: dict[str, Any] = {"usage": None} if with_usage else {}
+        plain = [
+            TextEvents(self._chunk(number, {"content": TextEvents.PLACE}) | more)
+            for number in range(len(parsers))
+        ]
         async with stack:
             for number in range(len(parsers)):
                 first = {"role": "assistant", "content": ""}
@@ -156,7 +160,9 @@ class ChatJob:
                 if always:
                     more = {"usage": self._usage()}
                 for delta in deltas:
-                    if delta.kind != "reasoning" or self._body.include_reasoning:
+                    if delta.kind == "content" and logprobs is None and not always:
+                        yield plain[number].of(delta.text)
+                    elif delta.kind != "reasoning" or self._body.include_reasoning:
                         form = self._form(number, delta)
                         yield event(self._chunk(number, form, logprobs) | more)
                         logprobs = None

@@ -16,7 +16,7 @@ from tbo_jax.server.options import sampling_params
 from tbo_jax.server.protocol import CompletionRequest
 from tbo_jax.server.runs import Counts, Run, started
 from tbo_jax.server.service import Service, new_id, usage
-from tbo_jax.server.streams import DONE, EventStream, event
+from tbo_jax.server.streams import DONE, EventStream, TextEvents, event
 from tbo_jax.server.token_texts import CompletionLogprobs, extended
 
 MAX_TOKENS = 16  # where the body says nothing (OpenAI)
@@ -188,6 +188,10 @@ class CompletionJob:
         with_usage = options is not None and options.include_usage
         always = options is not None and options.continuous_usage_stats
         more: dict[str, Any] = {"usage": None} if with_usage and not always else {}
+        plain = [
+            TextEvents(self._chunk(choice, TextEvents.PLACE, None, None) | more)
+            for choice in choices
+        ]
         async with stack:
             if body.echo:
                 for choice in choices:
@@ -198,7 +202,9 @@ class CompletionJob:
                     text = ""
                 elif update.logprobs:
                     form = choice.logprobs.form(update.token_ids, update.logprobs)
-                if text or form is not None or update.finish_reason is not None:
+                if text and form is None and update.finish_reason is None and not always:
+                    yield plain[number].of(text)
+                elif text or form is not None or update.finish_reason is not None:
                     chunk = self._chunk(choice, text, form, update.finish_reason)
                     yield event(chunk | ({"usage": self._usage()} if always else more))
         if with_usage:

@@ -27,6 +27,22 @@ def event(value: object, name: str | None = None) -> bytes:
     return head + b"data: " + encode(value) + b"\n\n"
 
 
+class TextEvents:
+    """Events that are alike but for one text: the rest of their JSON is encoded once."""
+
+    PLACE = "\0text\0"  # where the text goes
+
+    def __init__(self, value: object) -> None:
+        """Args:
+        value: of such an event, with `PLACE` as its text.
+        """
+        self._before, self._after = event(value).split(encode(self.PLACE))
+
+    def of(self, text: str) -> bytes:
+        """The event with a text."""
+        return self._before + encode(text) + self._after
+
+
 class EventStream(Response):
     """An answer of events that come one by one.
 
@@ -59,15 +75,17 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, as an ASGI application."""
         try:
-            await unless_left(receive, self._send_all(send))
+            # The layers around need to know that the answer begins. What follows they only pass on,
+            # each token of it.
+            await unless_left(receive, self._send_all(send, scope.get("tbo_jax.send", send)))
         except ClientDisconnect:
             logger.info("the client left its stream")
         finally:
             await self._close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, begin: Send, send: Send) -> None:
         async with aclosing(self._events) as events:  # type: ignore[type-var]
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await begin({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async for chunk in events:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
