@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import socket
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import cast
@@ -38,6 +39,7 @@ class EngineServer:
         self.engine = engine
         self.hello = wire.Hello(wire.PROTOCOL, run, info)
         self.compilers = ThreadPoolExecutor(COMPILERS, "tbo_jax grammars")
+        self._turns: deque[_Connection] = deque()  # the first has its turn to try a suspect
 
     async def listen(self, path: str) -> asyncio.Server:
         """Take connections, from processes of the same user.
@@ -60,6 +62,22 @@ class EngineServer:
             return await running.create_unix_server(partial(_Connection, self, running), path)
         finally:
             os.umask(before)
+
+    def queue(self, connection: _Connection) -> None:
+        """Give a connection the turn to try a suspect, when those that asked before had it."""
+        if connection not in self._turns:
+            self._turns.append(connection)
+            if len(self._turns) == 1:
+                connection.answer(wire.YourTurn())
+
+    def unqueue(self, connection: _Connection) -> None:
+        """Take its turn, or its place in the queue; the next has its turn then."""
+        if connection not in self._turns:
+            return
+        had_it = self._turns[0] is connection
+        self._turns.remove(connection)
+        if had_it and self._turns:
+            self._turns[0].answer(wire.YourTurn())
 
 
 class _Connection(asyncio.Protocol):
@@ -97,6 +115,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._compiling.clear()
+        self._server.unqueue(self)
         self._server.loop.drop(self)
 
     def pause_writing(self) -> None:
@@ -109,14 +128,15 @@ class _Connection(asyncio.Protocol):
         # Few in a frame: with log-probabilities of prompts one may have megabytes.
         parts = (unread[at : at + JOINED] for at in range(0, len(unread), JOINED))
         for message in (*messages, *(wire.Step(others=part) for part in parts)):
-            self._send(message)  # which keeps it, if the client is slow again
+            self.answer(message)  # which keeps it, if the client is slow again
 
     def tell(self, message: wire.ToClient) -> None:
         """Send a message; called in the loop's thread."""
         with contextlib.suppress(RuntimeError):  # this process ends
-            self._asyncio.call_soon_threadsafe(self._send, message)
+            self._asyncio.call_soon_threadsafe(self.answer, message)
 
-    def _send(self, message: wire.ToClient) -> None:
+    def answer(self, message: wire.ToClient) -> None:
+        """Send a message; called in the socket's thread."""
         if self._transport.is_closing():
             return
         if not self._paused:
@@ -159,6 +179,8 @@ class _Connection(asyncio.Protocol):
             self._compiling.discard(message.number)
             self._unread.pop(message.number, None)
             loop.drop(self, message.number)
+        elif isinstance(message, wire.Turn):
+            (self._server.queue if message.wanted else self._server.unqueue)(self)
         else:
             loop.ask(self, message.check)
 
@@ -176,4 +198,4 @@ class _Connection(asyncio.Protocol):
 
     def _refuse(self, message: wire.Add, error: Exception) -> None:
         self._compiling.discard(message.number)
-        self._send(wire.Step(others=[wire.Told(message.number, refused=str(error))]))
+        self.answer(wire.Step(others=[wire.Told(message.number, refused=str(error))]))

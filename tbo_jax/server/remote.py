@@ -6,8 +6,9 @@ token is drawn by depends on the seed and its place alone, so the rest is what i
 
 A request may be what kills the engine. One that was sent and got no token in `SUSPECT_DEATHS` runs
 of the engine in a row, until they died, is a *suspect*; it may just have waited. Suspects are tried
-one by one, before all others, each when the one before has a token. One whose trials ended with the
-death of the engine `MOST_TRIALS` times in a row is given up.
+one by one, before all others, each when the one before has a token. Clients of an engine take turns
+in that, so that none blames its own suspect for the death by another's. One whose trials ended with
+the death of the engine `MOST_TRIALS` times in a row is given up.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class RemoteClient:
         self._running: dict[int, _Running] = {}  # by number; unfinished
         self._suspects: deque[_Running] = deque()  # that wait for their turn
         self._tried: _Running | None = None  # a suspect that was sent, and has no token yet
+        self._wants_turn = self._has_turn = False  # to try one; the engine tells whose it is
         self._next_number = 0
         self._outbox: list[wire.ToEngine] = []
         self._asked: deque[asyncio.Future[dict[str, Any]]] = deque()
@@ -267,6 +269,7 @@ class RemoteClient:
 
     def _disconnected(self) -> None:
         self._connection = None
+        self._wants_turn = self._has_turn = False
         self._outbox.clear()
         for answer in self._asked:
             if not answer.done():
@@ -274,10 +277,19 @@ class RemoteClient:
         self._asked.clear()
 
     def _try_next(self) -> None:
-        """Send the next suspect, if the one before has a token or is over."""
-        if self._tried is None and self._suspects and self._connection is not None:
+        """Send the next suspect, if the one before has a token or is over, and it is our turn."""
+        if self._tried is not None or self._connection is None:
+            return
+        if not self._suspects:
+            if self._wants_turn:
+                self._wants_turn = self._has_turn = False
+                self._post(wire.Turn(False))
+        elif self._has_turn:
             self._tried = self._suspects.popleft()
             self._send(self._tried)
+        elif not self._wants_turn:
+            self._wants_turn = True
+            self._post(wire.Turn(True))
 
     def _send(self, running: _Running) -> None:
         add = running.add
@@ -314,6 +326,9 @@ class RemoteClient:
         for message in messages:
             if isinstance(message, wire.Step):
                 self._take_step(message)
+            elif isinstance(message, wire.YourTurn):
+                self._has_turn = self._wants_turn  # not if it was given up meanwhile
+                self._try_next()
             elif self._asked:
                 self._statistics = message.values
                 answer = self._asked.popleft()
@@ -375,6 +390,7 @@ class RemoteClient:
         running.stream.unfinished.discard(number)
         if running in self._suspects:
             self._suspects.remove(running)
+            self._try_next()
         self._is_cleared(running)
         if not self._running:
             self._idle.set()

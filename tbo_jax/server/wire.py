@@ -23,7 +23,7 @@ from tbo_jax.server.interface import ModelInfo
 
 T = TypeVar("T")
 
-PROTOCOL = 1  # changes with every message
+PROTOCOL = 2  # changes with every message
 MAX_FRAME = 2**28  # bytes; a longer one is no frame of ours
 MAX_HELLO = 2**16  # bytes of the first
 MAX_INTEGER = 2**63 - 1  # that msgpack has in both signs
@@ -66,6 +66,12 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Tell the statistics, and with `check` whether the books of pages and tokens add up."""
 
     check: bool = False
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
+    """Ask for the turn to try a suspect, or give it up or back. `YourTurn` is the answer."""
+
+    wanted: bool
 
 
 class Told(msgspec.Struct, array_like=True):
@@ -111,8 +117,12 @@ class Statistics(msgspec.Struct, frozen=True, array_like=True, tag="statistics")
     values: dict[str, Any]
 
 
-ToEngine = Add | Abort | Ask
-ToClient = Step | Statistics
+class YourTurn(msgspec.Struct, frozen=True, array_like=True, tag="your turn"):
+    """No other client tries a suspect until `Turn` gives the turn back."""
+
+
+ToEngine = Add | Abort | Ask | Turn
+ToClient = Step | Statistics | YourTurn
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(list[ToEngine])

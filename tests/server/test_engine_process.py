@@ -208,7 +208,7 @@ def test_strangers_are_told_what_is_wrong(engine):
         return payload
 
     async def main():
-        with pytest.raises(wire.WireError, match="speaks version 99 .*: expected 1"):
+        with pytest.raises(wire.WireError, match="speaks version 99 .*: expected 2"):
             wire.read_hello(await answer(wire.frame(wire.Hello(99))))
         with pytest.raises(wire.WireError, match=r"a message has \d+ bytes: expected at most"):
             wire.read_hello(await answer(b"GET / HTTP/1.1\r\n\r\n"))

@@ -43,6 +43,7 @@ class FakeEngine:
 
     async def start(self) -> None:
         self.run = f"run {next(self._runs)}"
+        self.turns: list[asyncio.StreamWriter] = []
         self.connections: list[tuple[asyncio.StreamWriter, dict[int, list]]] = []
         self.server = await asyncio.start_unix_server(self._serve, self.path)
         self.stepping = asyncio.create_task(self._steps())
@@ -85,8 +86,19 @@ class FakeEngine:
                     elif isinstance(message, wire.Abort):
                         self.dropped.append(message.number)
                         running.pop(message.number, None)
+                    elif isinstance(message, wire.Turn):
+                        self._take_turns(writer, message.wanted)
                     else:
                         writer.write(wire.frame([wire.Statistics({"run": self.run})]))
+
+    def _take_turns(self, writer: asyncio.StreamWriter, wanted: bool) -> None:
+        before = self.turns[:1]
+        if wanted:
+            self.turns.append(writer)
+        else:
+            self.turns.remove(writer)
+        if self.turns[:1] not in ([], before):
+            self.turns[0].write(wire.frame([wire.YourTurn()]))
 
     async def _steps(self) -> None:
         while True:
@@ -212,6 +224,25 @@ def test_a_request_that_kills_the_engine_is_given_up_and_the_others_go_on(path, 
     run(path, main, rows=100, poison_at=poison_at)
 
 
+def test_no_client_blames_its_own_requests_for_those_of_another(path):
+    """The engine dies before it steps for the second client, each time."""
+
+    async def main(engine, client):
+        other = RemoteClient(path)
+        await other.wait_ready()
+        poison = asyncio.create_task(collect(client, asked([POISON], 40)))
+        requests = [asked([i, 1], 40) for i in range(12)]
+        tasks = [asyncio.create_task(collect(other, one)) for one in requests]
+        for request, updates in zip(requests, await asyncio.gather(*tasks)):
+            check(request, updates)
+        with pytest.raises(RuntimeError, match=f"died {DEATHS} times in a row when it was to run"):
+            await poison
+        assert engine.deaths == DEATHS and not engine.turns
+        await other.close()
+
+    run(path, main, rows=100)
+
+
 def test_a_request_that_is_left_is_ended_there(path):
     async def main(engine, client):
         updates = client.generate(asked([1], 500, n=2))
@@ -294,4 +325,4 @@ def test_an_engine_of_another_version_is_told_of_once(path, caplog):
 
     asyncio.run(asyncio.wait_for(main(), 20))
     (record,) = caplog.records
-    assert "speaks version 2 of the engine's protocol: expected 1" in record.getMessage()
+    assert "speaks version 3 of the engine's protocol: expected 2" in record.getMessage()
