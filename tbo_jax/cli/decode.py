@@ -281,16 +281,28 @@ def print_json(prompts: Sequence[str], completions: Sequence[Completion], llm: L
     print(json.dumps({"stats": llm.statistics}))
 
 
+def is_one_of_several(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> bool:
+    """Whether a command is one of several processes that run a model together.
+
+    Raises:
+        ValueError: it is told which one it is, but not where the first is.
+    """
+    if coordinator is None and (num_processes is not None or process_id is not None):
+        raise ValueError("--num-processes and --process-id need --coordinator")
+    return coordinator is not None
+
+
 def read_on_first(args: Arguments) -> tuple[list[str], bool]:
     """The prompts of the first process, and whether this is it; joins the others before.
 
     Raises:
         ValueError: in all processes, if the first has nothing to read.
     """
-    if args.coordinator is None:
-        if args.num_processes is not None or args.process_id is not None:
-            raise ValueError("--num-processes and --process-id need --coordinator")
+    if not is_one_of_several(args.coordinator, args.num_processes, args.process_id):
         return read_prompts(args), True
+    assert args.coordinator is not None
     connect(args.coordinator, args.num_processes, args.process_id)
     prompts, error = [], None
     if is_first():

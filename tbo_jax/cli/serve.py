@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from tbo_jax.cli.decode import overlap_config
+from tbo_jax.cli.decode import is_one_of_several, overlap_config
 from tbo_jax.engine.config import EngineConfig
 from tbo_jax.engine.devices import use_most_memory
 from tbo_jax.host.command import run_command
@@ -114,12 +114,10 @@ def hosts_of(args: Arguments) -> Hosts | None:
     """
     from tbo_jax.server.control import Hosts
 
-    given = args.num_processes is not None and args.process_id is not None
-    if args.coordinator is None:
-        if args.num_processes is not None or args.process_id is not None:
-            raise ValueError("--num-processes and --process-id need --coordinator")
+    if not is_one_of_several(args.coordinator, args.num_processes, args.process_id):
         return None
-    if not given:
+    assert args.coordinator is not None
+    if args.num_processes is None or args.process_id is None:
         raise ValueError(
             f"--num-processes is {args.num_processes} and --process-id {args.process_id}: expected "
             "both beside --coordinator"

@@ -39,6 +39,35 @@ class Update(msgspec.Struct):
     # In the last one of sample 0, where asked for: of each token of the prompt, None of the first.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
+    def join(self, later: Update) -> None:
+        """Go on with what came later of the same sample."""
+        join(self, later)
+
+
+class Piece(Protocol):
+    """What `Update` and the message that carries it between processes have in common."""
+
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+    error: str | None
+    num_cached_tokens: int
+    prompt_logprobs: list[TokenLogprobs | None] | None
+
+
+def join(known: Piece, later: Piece) -> None:
+    """Go on with what came later of the same completion; `later` may be used no more."""
+    known.token_ids += later.token_ids
+    known.text += later.text
+    if known.logprobs is None:
+        known.logprobs = later.logprobs
+    else:
+        known.logprobs += later.logprobs or ()
+    known.finish_reason, known.error = later.finish_reason, later.error
+    known.num_cached_tokens = later.num_cached_tokens
+    known.prompt_logprobs = later.prompt_logprobs
+
 
 class ModelInfo(msgspec.Struct, frozen=True):
     """What the API needs to know of the model that an engine runs."""

@@ -38,13 +38,7 @@ class Stream:
         if update is None:
             self._pending[later.sample] = later
         else:
-            update.token_ids += later.token_ids
-            update.text += later.text
-            if later.logprobs is not None:
-                update.logprobs = [*(update.logprobs or ()), *later.logprobs]
-            update.finish_reason, update.error = later.finish_reason, later.error
-            update.num_cached_tokens = later.num_cached_tokens
-            update.prompt_logprobs = later.prompt_logprobs
+            update.join(later)
         if self._tells_tokens or later.finish_reason is not None:
             self._wake()
 

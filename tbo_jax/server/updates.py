@@ -12,14 +12,16 @@ class Pending:
     """Updates on their way to one reader: at most one of each sample waits."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, list[Update]] = {}
+        self._waiting: dict[int, Update] = {}  # by sample
         self._arrived = asyncio.Event()
         self._ended = False
         self._error: Exception | None = None
 
     def put(self, update: Update) -> None:
-        """Hand an update over. They are joined when they are read: each is then looked at once."""
-        self._waiting.setdefault(update.sample, []).append(update)
+        """Hand an update over, which may be used no more."""
+        waiting = self._waiting.setdefault(update.sample, update)
+        if waiting is not update:
+            waiting.join(update)
         self._arrived.set()
 
     def end(self, error: Exception | None = None) -> None:
@@ -33,29 +35,11 @@ class Pending:
             waiting, self._waiting = self._waiting, {}
             self._arrived.clear()
             ended = self._ended
-            for updates in waiting.values():
-                yield _joined(updates)
+            for update in waiting.values():
+                yield update
             if ended and not self._waiting:
                 if self._error is not None:
                     raise self._error
                 return
             if ended:
                 self._arrived.set()
-
-
-def _joined(updates: list[Update]) -> Update:
-    if len(updates) == 1:
-        return updates[0]
-    last = updates[-1]
-    logprobs = [known for update in updates for known in update.logprobs or ()]
-    has_logprobs = any(update.logprobs is not None for update in updates)
-    return Update(
-        last.sample,
-        [token for update in updates for token in update.token_ids],
-        "".join(update.text for update in updates),
-        logprobs if has_logprobs else None,
-        last.finish_reason,
-        last.error,
-        last.num_cached_tokens,
-        last.prompt_logprobs,
-    )

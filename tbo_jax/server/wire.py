@@ -19,7 +19,7 @@ import msgspec
 from tbo_jax.engine.scheduling.request import FinishReason
 from tbo_jax.sampling.logprobs import TokenLogprobs
 from tbo_jax.sampling.params import SamplingParams
-from tbo_jax.server.interface import ModelInfo
+from tbo_jax.server.interface import ModelInfo, join
 
 T = TypeVar("T")
 
@@ -89,14 +89,8 @@ class Told(msgspec.Struct, array_like=True):
 
     def join(self, later: Told) -> None:
         """Go on with what came later of the same request."""
-        self.token_ids += later.token_ids
-        self.text += later.text
-        if later.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
-        self.finish_reason = later.finish_reason
-        self.error, self.refused = later.error, later.refused
-        self.num_cached_tokens = later.num_cached_tokens
-        self.prompt_logprobs = later.prompt_logprobs
+        join(self, later)
+        self.refused = later.refused
 
 
 class Step(msgspec.Struct, array_like=True, tag="step"):
