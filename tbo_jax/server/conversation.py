@@ -38,7 +38,9 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, f"{where}.tool_calls[{i}]"),
+                    "arguments": call_arguments(
+                        call.function.arguments, f"{where}.tool_calls[{i}].function.arguments"
+                    ),
                 },
             }
             for i, call in enumerate(message.tool_calls)
@@ -63,14 +65,16 @@ def _content(content: str | list[ContentPart] | None, where: str) -> str:
     return "".join(texts)
 
 
-def _arguments(text: str, where: str) -> dict[str, Any]:
-    """Templates write the arguments as JSON themselves."""
+def call_arguments(text: str, where: str) -> dict[str, Any]:
+    """The arguments of a call: templates write them as JSON themselves.
+
+    Raises:
+        ApiError: 400: they are no JSON object; it names `where` they are in the body.
+    """
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise refused(
-            f"{where}.function.arguments", f"is {text!r:.80}: expected a JSON object: {error}"
-        ) from None
+        raise refused(where, f"is {text!r:.80}: expected a JSON object: {error}") from None
 
 
 def template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:

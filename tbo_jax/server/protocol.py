@@ -269,8 +269,32 @@ class InputPart(_Body, kw_only=True):
     detail: Any = None
 
 
+class ResponseTool(_Body, kw_only=True):
+    """A tool of `/v1/responses`; functions are the only kind."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseNamedTool(_Body, kw_only=True):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponseReasoning(_Body, kw_only=True):
+    """How much the model is to think, if its template knows that."""
+
+    effort: str | None = None
+    summary: Any = None
+
+
 class InputItem(_Body, kw_only=True):
-    """An item of the input; only messages are understood."""
+    """An item of the input: a message, a call of a function, what that gave, or a thought."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -278,6 +302,14 @@ class InputItem(_Body, kw_only=True):
     id: str | None = None
     status: str | None = None
     phase: str | None = None
+    # Of calls, and of what they gave.
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    # Of thoughts, whose text is the content.
+    summary: list[Any] | None = None
+    encrypted_content: None = None
 
 
 class ResponsesRequest(_Body, kw_only=True):
@@ -293,7 +325,7 @@ class ResponsesRequest(_Body, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     text: ResponseTextOptions | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     store: bool | None = None
@@ -303,13 +335,13 @@ class ResponsesRequest(_Body, kw_only=True):
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
+    tools: list[ResponseTool] | None = None
+    reasoning: ResponseReasoning | None = None
     include: list[str] | None = None
     # Known, and refused.
     conversation: Any = None
     previous_response_id: Any = None
     prompt: Any = None
-    reasoning: Any = None
     max_tool_calls: Any = None
     prompt_cache_retention: Any = None
     context_management: Any = None
@@ -339,11 +371,9 @@ UNSUPPORTED: dict[type[msgspec.Struct], dict[str, str]] = {
         "conversation": "nothing is stored: give the messages in input",
         "previous_response_id": "nothing is stored: give the messages in input",
         "prompt": "nothing is stored: give the text in input",
-        "reasoning": "",
         "max_tool_calls": "",
         "prompt_cache_retention": "the prefix cache keeps what there is room for",
         "context_management": "",
-        "tools": "use /v1/chat/completions",
         "include": "",
         "top_logprobs": "use /v1/chat/completions",
     },

@@ -1,26 +1,28 @@
-"""`/v1/responses`: text in and out. Nothing is stored."""
+"""`/v1/responses`: text, thoughts and calls of functions. Nothing is stored."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from tbo_jax.server.deltas import ChatParser, PlainParser
+from tbo_jax.server.conversation import template_tools
+from tbo_jax.server.deltas import ChatParser
 from tbo_jax.server.errors import ApiError, json_response, refused
 from tbo_jax.server.interface import Update
 from tbo_jax.server.options import bounded, make_params
-from tbo_jax.server.protocol import InputItem, ResponsesRequest
+from tbo_jax.server.protocol import ResponsesRequest
+from tbo_jax.server.response_input import as_chat, messages_of
+from tbo_jax.server.response_items import Event, OutputItems
 from tbo_jax.server.runs import Counts, Run, started
 from tbo_jax.server.service import Service, new_id
 from tbo_jax.server.streams import EventStream, event
 from tbo_jax.server.tags import TAIL, THINK
-
-_TEXTS = ("input_text", "output_text", "text")
+from tbo_jax.server.tool_choice import parsing_of
 
 
 class ResponseJob:
@@ -31,11 +33,12 @@ class ResponseJob:
         self._body = body
         self._salt = salt
         self._id = new_id("resp")
-        self._item = new_id("msg")
         self._created = int(time.time())
         self._counts = Counts()
         self._number = -1  # of the last event
-        self._parser: ChatParser = PlainParser()
+        self._items = OutputItems()
+        self._thoughts = 0  # tokens of them
+        self._parser: ChatParser
         self._run: Run
 
     async def answer(self, request_id: str) -> Response:
@@ -50,55 +53,54 @@ class ResponseJob:
             raise refused("text.verbosity", "is not supported", "unsupported_parameter")
         if body.max_output_tokens is not None and body.max_output_tokens < 1:
             raise refused("max_output_tokens", f"is {body.max_output_tokens}: expected 1 or more")
-        prompt = await service.prompts.encode_chat(self._messages(), None, None)
+        chat = as_chat(body)
+        parsing = parsing_of(chat, service.families)
+        arguments: dict[str, Any] = {}
+        if body.reasoning is not None:
+            if body.reasoning.summary is not None:
+                raise refused("reasoning.summary", "is not supported", "unsupported_parameter")
+            if body.reasoning.effort is not None:
+                arguments["reasoning_effort"] = body.reasoning.effort
+        tools = template_tools(chat.tools) if parsing.shows_tools else None
+        prompt = await service.prompts.encode_chat(messages_of(body), tools, arguments)
         room = service.room_for(prompt)
         most = body.max_output_tokens
         if most is None:
             most = service.defaults.values.get("max_new_tokens", room)
         given = {"temperature": body.temperature, "top_p": body.top_p}
         given = {name: value for name, value in given.items() if value is not None}
-        structure = self._structure()
-        if not structure:
-            self._parser = await self._parser_for(prompt)
-            if service.families.needs_special_tokens(False):
-                given["skip_special_tokens"] = False
-        params = make_params(
-            given | structure | {"max_new_tokens": min(most, room)}, service.defaults
-        )
+        thinks = parsing.looks_at_prompt and await self._starts_thinking(prompt)
+        self._parser = parsing.make(thinks)
+        given |= self._structure() | parsing.options | {"max_new_tokens": min(most, room)}
+        params = make_params(given, service.defaults)
         self._run = Run(request_id, [prompt], [params], self._salt, 0, bool(body.stream))
         stack = AsyncExitStack()
         updates = await stack.enter_async_context(started(service, self._run, self._counts))
         if body.stream:
             return EventStream(self._events(stack, updates), stack.aclose, self._failed)
         async with stack:
-            texts, reason = [], None
+            reason = None
             async for _, update in updates:
-                texts.append(self._content(update))
+                for _ in self._take(update):
+                    pass
                 reason = update.finish_reason
-        return json_response(self._form("".join(texts), reason))
+        await self._count_thoughts()
+        return json_response(self._form(reason))
 
-    async def _parser_for(self, prompt: list[int]) -> ChatParser:
-        families = self._service.families
+    async def _starts_thinking(self, prompt: list[int]) -> bool:
+        """Whether a prompt has begun a thought."""
         tail = await self._service.prompts.decode(prompt[-TAIL:])
-        return families.maker(None)(tail.rstrip().endswith(THINK[0]))
+        return tail.rstrip().endswith(THINK[0])
 
-    def _content(self, update: Update) -> str:
-        """What an update adds to the answer: what the model thinks is no part of it."""
+    def _take(self, update: Update) -> Iterator[Event]:
+        """What an update adds to the items, as events."""
         deltas = self._parser.push(update.text)
         if update.finish_reason is not None:
             deltas += self._parser.finish()
-        return "".join(delta.text for delta in deltas if delta.kind == "content")
-
-    def _messages(self) -> list[dict[str, Any]]:
-        body = self._body
-        messages: list[dict[str, Any]] = []
-        if body.instructions is not None:
-            messages.append({"role": "system", "content": body.instructions})
-        if isinstance(body.input, str):
-            return [*messages, {"role": "user", "content": body.input}]
-        if not body.input:
-            raise refused("input", "is empty: expected a text, or one message or more")
-        return messages + [_message(item, f"input[{i}]") for i, item in enumerate(body.input)]
+        for delta in deltas:
+            yield from self._items.push(delta)
+        if update.finish_reason is not None:
+            yield from self._items.finish(_status(update.finish_reason))
 
     def _structure(self) -> dict[str, Any]:
         asked = None if self._body.text is None else self._body.text.format
@@ -113,48 +115,36 @@ class ResponseJob:
     async def _events(
         self, stack: AsyncExitStack, updates: AsyncIterator[tuple[int, Update]]
     ) -> AsyncIterator[bytes]:
-        at = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        yield self._event("response.created", response=self._form("", None))
-        yield self._event("response.in_progress", response=self._form("", None))
-        item = self._message("", "in_progress", [])
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        yield self._event("response.content_part.added", **at, part=_part(""))
-        texts, reason = [], None
+        yield self._event("response.created", response=self._form(None))
+        yield self._event("response.in_progress", response=self._form(None))
+        reason = None
         async with stack:
             async for _, update in updates:
-                if text := self._content(update):
-                    texts.append(text)
-                    yield self._event("response.output_text.delta", **at, delta=text, logprobs=[])
+                for kind, fields in self._take(update):
+                    yield self._event(kind, **fields)
                 reason = update.finish_reason
-        text = "".join(texts)
-        whole = self._form(text, reason)
-        yield self._event("response.output_text.done", **at, text=text, logprobs=[])
-        yield self._event("response.content_part.done", **at, part=_part(text))
-        yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
+        await self._count_thoughts()
+        whole = self._form(reason)
         yield self._event(f"response.{whole['status']}", response=whole)
+
+    async def _count_thoughts(self) -> None:
+        """Count the tokens of what the model thought."""
+        if text := self._items.reasoning():
+            self._thoughts = len(await self._service.prompts.encode(text, False))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return event({"type": kind, "sequence_number": self._number, **fields}, kind)
 
     def _failed(self, error: ApiError) -> bytes:
-        form = self._form("", None) | {"status": "failed"}
+        form = self._form(None) | {"status": "failed"}
         form["error"] = {"code": error.code or "server_error", "message": error.message}
         return self._event("response.failed", response=form)
 
-    def _message(self, text: str, status: str, content: list[Any] | None = None) -> dict[str, Any]:
-        return {
-            "id": self._item,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [_part(text)] if content is None else content,
-        }
-
-    def _form(self, text: str, reason: str | None) -> dict[str, Any]:
+    def _form(self, reason: str | None) -> dict[str, Any]:
         """The response: under way where there is no reason why it ended."""
         body = self._body
-        status = {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
+        status = _status(reason)
         asked = body.text.format if body.text is not None else None
         form: dict[str, Any] = {
             "id": self._id,
@@ -167,13 +157,13 @@ class ResponseJob:
             "max_output_tokens": body.max_output_tokens,
             "model": self._service.names[0],
             "output": [],
-            "parallel_tool_calls": bool(body.parallel_tool_calls),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"} if asked is None else _format(asked)},
-            "tool_choice": "none",
-            "tools": [],
+            "text": {"format": {"type": "text"} if asked is None else _given(asked)},
+            "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
+            "tools": [_given(tool) for tool in body.tools or ()],
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -182,35 +172,20 @@ class ResponseJob:
         }
         if reason is not None:
             prompt, generated = self._run.prompt_tokens, self._counts.generated
-            form["output"] = [self._message(text, status)]
+            form["output"] = self._items.items
             form["usage"] = {
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": self._counts.cached},
                 "output_tokens": generated,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._thoughts},
                 "total_tokens": prompt + generated,
             }
         return form
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _status(reason: str | None) -> str:
+    return {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
 
 
-def _format(asked: Any) -> dict[str, Any]:
+def _given(asked: Any) -> dict[str, Any]:
     return {name: value for name, value in msgspec.to_builtins(asked).items() if value is not None}
-
-
-def _message(item: InputItem, where: str) -> dict[str, Any]:
-    if item.type != "message" or item.role is None:
-        raise refused(where, f"is of type {item.type!r:.80}: expected a message with a role")
-    role = "system" if item.role == "developer" else item.role
-    if isinstance(item.content, str):
-        return {"role": role, "content": item.content}
-    texts = []
-    for number, part in enumerate(item.content or ()):
-        if part.type not in _TEXTS or part.text is None:
-            at = f"{where}.content[{number}]"
-            raise refused(at, f"is of type {part.type!r:.80}: expected a text", "unsupported_value")
-        texts.append(part.text)
-    return {"role": role, "content": "".join(texts)}

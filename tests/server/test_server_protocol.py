@@ -226,7 +226,7 @@ def test_responses(service, client):
     ]  # fmt: skip
     assert "".join(e["delta"] for e in events if "delta" in e) == client.text
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == client.text
-    for name, value in {"store": True, "previous_response_id": "x", "tools": [{}]}.items():
+    for name, value in {"store": True, "previous_response_id": "x", "include": ["x"]}.items():
         error = refusal(service, "/v1/responses", {"input": "x", name: value})
         assert error["param"] == name and error["code"] == "unsupported_parameter"
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 
+import openai
 import pytest
 from fakes import MODEL, TEMPLATE, ScriptedClient, ask, events_of, make_service
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serving import serving
 
 from tbo_jax.server.deltas import Delta, Message, joined
 from tbo_jax.server.forced_calls import ForcedCall, ForcedCalls
@@ -230,11 +232,76 @@ def test_a_prompt_may_begin_the_thought(client, tmp_path):
 
 
 @pytest.mark.parametrize("parser", ["think", "harmony"])
-def test_responses_leave_out_what_the_model_thinks(client, parser):
+def test_thoughts_of_responses_are_items(client, parser):
     client.text = TEXTS["harmony"] if parser == "harmony" else "<think>Hm.</think>Let me see."
     service = make_service(client, reasoning_parser=parser)
     answer = ask(service, "/v1/responses", {"input": "x"}).json()
-    assert answer["output"][0]["content"][0]["text"].startswith("Let me see.")
+    thought, message = answer["output"][:2]
+    assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", "Hm.")
+    assert message["content"][0]["text"].startswith("Let me see.")
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
     assert client.asked[0].params.skip_special_tokens == (parser == "think")
     events = events_of(ask(service, "/v1/responses", {"input": "x", "stream": True}).text)
-    assert "".join(e["delta"] for e in events if "delta" in e).startswith("Let me see.")
+    texts = {
+        kind: "".join(e["delta"] for e in events if e["type"] == f"response.{kind}.delta")
+        for kind in ("reasoning_text", "output_text")
+    }
+    assert texts["reasoning_text"] == "Hm." and texts["output_text"].startswith("Let me see.")
+
+
+FUNCTION = {"type": "function", "name": "weather", "parameters": SCHEMAS["weather"]}
+
+
+def test_calls_of_responses_with_the_official_client(client, tmp_path):
+    """Whole and streamed, and the items go back as they came, with what the calls gave."""
+    template = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}{{ tools | tojson if tools }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    client.text = TEXTS["hermes"]
+    service = make_service(client, reasoning_parser="think", tool_call_parser="hermes")
+    with (
+        serving(service) as (address, _),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as official,
+    ):
+        asked = dict(model="model", input="Where?", tools=[FUNCTION])
+        whole = official.responses.create(**asked)
+        kinds = [item.type for item in whole.output]
+        assert kinds == ["reasoning", "message", "function_call", "function_call"]
+        assert [json.loads(item.arguments) for item in whole.output[2:]] == [ARGUMENTS] * 2
+        assert (whole.status, whole.output_text) == ("completed", "Let me see.")
+        assert whole.tools[0].name == "weather"
+        with official.responses.stream(**asked) as stream:
+            events = list(stream)
+        assert [e.sequence_number for e in events] == list(range(len(events)))
+        for kind in ("response.output_item.added", "response.output_item.done"):
+            assert [e.output_index for e in events if e.type == kind] == [0, 1, 2, 3]
+        told = [e for e in events if e.type == "response.function_call_arguments.delta"]
+        for index in (2, 3):
+            text = "".join(e.delta for e in told if e.output_index == index)
+            assert json.loads(text) == ARGUMENTS
+        done = [e for e in events if e.type == "response.function_call_arguments.done"]
+        assert [json.loads(e.arguments) for e in done] == [ARGUMENTS] * 2
+        last = stream.get_final_response()
+        assert [item.type for item in last.output] == kinds
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "warm"}
+            for item in last.output[2:]
+        ]
+        asked["input"] = [{"role": "user", "content": "Where?"}, *last.output, *results]
+        official.responses.create(**asked)
+        text = service.prompts.tokenizer.decode(client.asked[-1].prompt_token_ids)
+        messages = [json.loads(line) for line in text.splitlines()[:4]]
+        assert [one["role"] for one in messages] == ["user", "assistant", "tool", "tool"]
+        assert messages[1]["reasoning_content"] == "Hm."
+        assert messages[1]["content"] == "Let me see."
+        calls = messages[1]["tool_calls"]
+        assert [call["function"]["arguments"] for call in calls] == [ARGUMENTS] * 2
+        assert [one["tool_call_id"] for one in messages[2:]] == [call["id"] for call in calls]
+        # Told to call one.
+        client.text = '{"city":"Ur"}'
+        choice = {"type": "function", "name": "weather"}
+        (call,) = official.responses.create(**asked, tool_choice=choice).output
+        assert (call.name, call.arguments) == ("weather", client.text)
+        with pytest.raises(openai.BadRequestError, match="'other': no tool"):
+            official.responses.create(**asked, tool_choice=choice | {"name": "other"})
+        with pytest.raises(openai.BadRequestError, match=r"input\[0\].call_id is missing"):
+            official.responses.create(model="model", input=[{"type": "function_call_output"}])
