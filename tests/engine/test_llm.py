@@ -806,7 +806,7 @@ except ValueError as error:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, {}, "quant_method='awq' is not supp"),
+        ({"quantization_config": {"quant_method": "hqq"}}, {}, "quant_method='hqq' is not supp"),
         ({"eos_token_id": 99999}, {}, r"eos_token_id is \[99999\], and the vocabulary has 160"),
         ({}, {"tensor_parallel": 3, "devices": 3}, "cannot be shared equally by 3 devices"),
         ({}, {"devices": 3}, "experts cannot be shared equally by 3 devices"),
