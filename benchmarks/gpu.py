@@ -59,6 +59,7 @@ from tbo_jax.models.hf_config import HfConfig
 from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.moe.experts import apply_experts
 from tbo_jax.moe.gpu_experts import GpuExperts
+from tbo_jax.overlap.config import Strategy
 from tbo_jax.parallel.sharding import make_mesh
 from tbo_jax.schedule.model_step import abstract_model, last_layers, read_shape
 from tbo_jax.step.kernels import attention_shape, expert_shape
@@ -295,7 +296,8 @@ def decode(bench: Bench) -> list[Row]:
     total = len(contexts) * sum(1 + (count > 1) for count in rows)
     for count in rows:
         runner = make_runner(model, bench.device, count, max(contexts))
-        for micro_batches in runner.overlap.candidates(count):
+        for strategy in runner.overlap.candidates(count):
+            micro_batches = strategy.micro_batches
             for context in contexts:
                 if bench.late:
                     bench.notes.append("out of time: sizes were left out; see --minutes")
@@ -340,7 +342,7 @@ def choose_layers(bench: Bench, rows: int, context: int, programs: int) -> tuple
     # The time of compiling grows with the layers: two of them tell how long one takes.
     model = abstract_model(last_layers(config, 2), False)
     start = time.monotonic()
-    make_runner(model, bench.device, rows, context).compile(Bucket(rows, rows, True), 2)
+    make_runner(model, bench.device, rows, context).compile(Bucket(rows, rows, True), Strategy(2))
     each = (time.monotonic() - start) / 2
     in_time = int(0.5 * (bench.deadline - time.monotonic()) / (each * programs))
     layers = max(1, min(fit, in_time, config.num_layers))
@@ -356,7 +358,10 @@ def make_runner(model: CausalLM, device: jax.Device, rows: int, context: int) ->
     pages = rows * (context // page_size + 1) + 1
     cache = CacheConfig(pages, page_size, columns, rows)
     return ModelRunner(
-        model, cache, mesh=make_mesh(devices=[device]), overlap=OverlapConfig("auto")
+        model,
+        cache,
+        mesh=make_mesh(devices=[device]),
+        overlap=OverlapConfig("auto", strategy="micro_batches"),
     )
 
 
@@ -395,7 +400,7 @@ def time_step(
     def run() -> jax.Array:
         nonlocal buffers
         for _ in range(4):
-            logits, buffers = runner.step(bucket, buffers, batch, micro_batches)
+            logits, buffers = runner.step(bucket, buffers, batch, Strategy(micro_batches))
         return logits
 
     if not bool(jnp.isfinite(run()).all()):

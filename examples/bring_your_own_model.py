@@ -135,6 +135,10 @@ def main() -> None:
     overlap = OverlapConfig.from_env()
     if overlap.mode == "auto":
         raise SystemExit("USE_TBO=auto: the engine decides that when it warms up; expected 0 or 1")
+    if overlap.strategy == "expert_chunks":
+        raise SystemExit(
+            "USE_TBO=expert_chunks: these blocks have no chunked stage; expected 0 or 1"
+        )
     jax.config.update("jax_num_cpu_devices", DEVICES)
     mesh = make_mesh()
     model = Decoder(nnx.Rngs(0))

@@ -42,6 +42,7 @@ from tbo_jax.host.command import run_command
 from tbo_jax.host.progress import progress_bar
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.overlap.batch import ForwardBatch, stack_batches
+from tbo_jax.overlap.config import Strategy
 from tbo_jax.parallel.exchange import Transport
 from tbo_jax.parallel.sharding import num_ranks
 from tbo_jax.schedule import find_target, inspect, list_targets
@@ -98,8 +99,8 @@ class Arguments:
 class ReadableRunner(ModelRunner):
     """On GPUs: its programs tell the profiler of every kernel which instruction it is of."""
 
-    def compiler_options(self, micro_batches: int) -> Options:
-        return super().compiler_options(micro_batches) | known_options(READABLE, self.mesh)
+    def compiler_options(self, strategy: Strategy) -> Options:
+        return super().compiler_options(strategy) | known_options(READABLE, self.mesh)
 
 
 def find_devices(args: Arguments) -> Sequence[jax.Device]:
@@ -181,13 +182,15 @@ class Steps:
 
     def __init__(self, runner: ModelRunner, shape: StepShape, batch: ForwardBatch):
         self.runner, self.bucket, self.batch = runner, shape.bucket, batch
-        self.counts = runner.overlap.candidates(shape.tokens)
+        self.counts = [one.micro_batches for one in runner.overlap.candidates(shape.tokens)]
         self.buffers = runner.allocate()
 
     def run(self, count: int, times: int) -> None:
         """`times` steps with `count` micro-batches, one after the other; waits for the last."""
         for _ in range(times):
-            logits, self.buffers = self.runner.step(self.bucket, self.buffers, self.batch, count)
+            logits, self.buffers = self.runner.step(
+                self.bucket, self.buffers, self.batch, Strategy(count)
+            )
         jax.block_until_ready((logits, self.buffers))
 
     def time(self, args: Arguments, moved: Callable[[], None]) -> dict[int, list[float]]:
@@ -234,10 +237,10 @@ def model_steps(
     target = find_target(name)
     return {
         count: inspect(
-            steps.runner.compile(steps.bucket, count),
+            steps.runner.compile(steps.bucket, Strategy(count)),
             target,
             micro_batches=count,
-            **expected_costs(config, target.num_devices, shape, count),
+            **expected_costs(config, target.num_devices, shape, Strategy(count)),
         )
         for count in steps.counts
     }
@@ -246,7 +249,7 @@ def model_steps(
 def profile_steps(steps: Steps, folder: Path) -> dict[int, MeasuredReport]:
     """Profile both forms, keep their texts beside the profile, and read it."""
     for count in steps.counts:
-        text = steps.runner.compile(steps.bucket, count).as_text()
+        text = steps.runner.compile(steps.bucket, Strategy(count)).as_text()
         text_path(folder, count).write_text(text or "", encoding="utf-8")
         steps.run(count, 1)
     options = jax.profiler.ProfileOptions()
@@ -346,9 +349,9 @@ def run(args: Arguments, console: Console) -> int:
     batch = full_batch(shape, config, num_ranks(mesh))
 
     def steps_of(runner: type[ModelRunner], what: str) -> Steps:
-        overlap = OverlapConfig("auto")
+        overlap = OverlapConfig("auto", strategy="micro_batches")
         made = runner(model, shape.cache, mesh=mesh, overlap=overlap, transport=args.transport)
-        programs = [(shape.bucket, count) for count in overlap.candidates(shape.tokens)]
+        programs = [(shape.bucket, one) for one in overlap.candidates(shape.tokens)]
         with progress_bar(what, not args.quiet) as update:
             for error in made.compile_programs(programs, update).values():
                 raise error

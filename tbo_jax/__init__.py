@@ -12,9 +12,9 @@ from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.moe.experts import apply_experts
 from tbo_jax.moe.routing import top_k_softmax
 from tbo_jax.overlap.batch import ForwardBatch, SplitRule, batch_dataclass, batch_field
-from tbo_jax.overlap.config import OverlapConfig
+from tbo_jax.overlap.config import OverlapConfig, Strategy
 from tbo_jax.overlap.split import gather_tokens, split_batch_decoder_layers
-from tbo_jax.overlap.stages import StackedLayers, Stage, run_layers
+from tbo_jax.overlap.stages import Chunks, StackedLayers, Stage, run_layers
 from tbo_jax.parallel.exchange import make_exchange
 from tbo_jax.parallel.sharding import RANKS, make_mesh
 from tbo_jax.sampling.logprobs import TokenLogprobs
@@ -36,6 +36,7 @@ __all__ = [
     "Bucket",
     "CacheConfig",
     "CheckpointError",
+    "Chunks",
     "Completion",
     "EngineConfig",
     "ExpertWeights",
@@ -48,6 +49,7 @@ __all__ = [
     "SplitRule",
     "StackedLayers",
     "Stage",
+    "Strategy",
     "TokenEvent",
     "TokenLogprobs",
     "TokenStream",

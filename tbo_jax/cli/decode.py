@@ -113,6 +113,9 @@ class Arguments:
     """Which of them this is, from 0, unless --coordinator is "auto"."""
     micro_batches: int | None = None
     """Into how many micro-batches steps are cut with USE_TBO=1 or auto; default 2."""
+    expert_chunks: int | None = None
+    """Into how many chunks the expert exchange is cut with USE_TBO=expert_chunks or auto; default
+    2."""
     engine: tyro.conf.OmitArgPrefixes[EngineConfig] = dataclasses.field(
         default_factory=EngineConfig
     )
@@ -242,18 +245,24 @@ def template_arguments(args: Arguments) -> dict[str, Any]:
     )
 
 
-def overlap_config(micro_batches: int | None) -> OverlapConfig:
-    """That of `USE_TBO` and --micro-batches.
+def overlap_config(micro_batches: int | None, expert_chunks: int | None = None) -> OverlapConfig:
+    """That of `USE_TBO`, --micro-batches and --expert-chunks.
 
     Raises:
-        ValueError: one of them is not understood, or there is nothing that the other would cut.
+        ValueError: one of them is not understood, or there is nothing that the others would cut.
     """
     config = OverlapConfig.from_env()
-    if micro_batches is None:
-        return config
-    if not config.enabled:
-        raise ValueError(f"--micro-batches {micro_batches} needs USE_TBO=1 or USE_TBO=auto")
-    return dataclasses.replace(config, num_micro_batches=micro_batches)
+    if micro_batches is not None:
+        if not config.enabled or config.strategy == "expert_chunks":
+            raise ValueError(f"--micro-batches {micro_batches} needs USE_TBO=1 or USE_TBO=auto")
+        config = dataclasses.replace(config, num_micro_batches=micro_batches)
+    if expert_chunks is not None:
+        if config.mode != "auto" and config.strategy != "expert_chunks":
+            raise ValueError(
+                f"--expert-chunks {expert_chunks} needs USE_TBO=expert_chunks or USE_TBO=auto"
+            )
+        config = dataclasses.replace(config, num_expert_chunks=expert_chunks)
+    return config
 
 
 def print_json(prompts: Sequence[str], completions: Sequence[Completion], llm: LLM) -> None:
@@ -318,7 +327,9 @@ def read_on_first(args: Arguments) -> tuple[list[str], bool]:
 
 def engine_config(args: Arguments, requests: int) -> EngineConfig:
     """The engine's options, with no more rows than `requests` can fill: each size is compiled."""
-    config = dataclasses.replace(args.engine, overlap=overlap_config(args.micro_batches))
+    config = dataclasses.replace(
+        args.engine, overlap=overlap_config(args.micro_batches, args.expert_chunks)
+    )
     ranks = max(len(find_devices(config.devices)) // config.tensor_parallel, 1)
     return dataclasses.replace(
         config,
@@ -372,8 +383,8 @@ def summary(stats: dict[str, Any]) -> str:
     """One line for people."""
     choice = f"USE_TBO={stats['use_tbo']}"
     if stats["use_tbo"] == "auto":
-        chosen = [decision["micro_batches"] for decision in stats["decisions"].values()]
-        choice += f" ({sum(n > 1 for n in chosen)} of {len(chosen)} buckets split)"
+        chosen = [decision["strategy"] for decision in stats["decisions"].values()]
+        choice += f" ({sum(one != 'off' for one in chosen)} of {len(chosen)} buckets overlap)"
     drafts = ""
     if stats["speculate"]:
         drafts = (

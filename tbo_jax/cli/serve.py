@@ -54,6 +54,9 @@ class Arguments:
     """Which of them this is, from 0."""
     micro_batches: int | None = None
     """Into how many micro-batches steps are cut with USE_TBO=1 or auto; default 2."""
+    expert_chunks: int | None = None
+    """Into how many chunks the expert exchange is cut with USE_TBO=expert_chunks or auto; default
+    2."""
     prompt_logprobs: bool = False
     """Compile what log-probabilities of prompts need: echo with logprobs, as evaluations ask for
     it."""
@@ -87,7 +90,7 @@ def serve(args: Arguments, name: str) -> int:
     keys = args.server.keys(os.environ.get("TBO_API_KEY"))
     config = dataclasses.replace(
         args.engine,
-        overlap=overlap_config(args.micro_batches),
+        overlap=overlap_config(args.micro_batches, args.expert_chunks),
         prompt_logprobs=args.prompt_logprobs,
     )
     hosts = hosts_of(args)

@@ -177,7 +177,7 @@ def bytes_beside_cache(
         steps = [runner.compile(bucket)]
         if max_prompt_logprobs is not None and not bucket.decode:
             describing = describing_prompts(runner, program, max_prompt_logprobs)
-            steps.append(describing.compile(bucket, runner.micro_batches(bucket)))
+            steps.append(describing.compile(bucket, runner.strategy(bucket)))
         taken += [_bytes_beside([step, *beside]) for step in steps]
     return runner.largest_weight + tables + max(taken)
 

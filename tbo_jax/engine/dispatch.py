@@ -267,7 +267,7 @@ class Dispatcher:
             self.runner.compile_all(self.buckets, progress)
         if self._describing is not None:
             for bucket in self._prefill_buckets:
-                self._describing.compile(bucket, self.runner.micro_batches(bucket))
+                self._describing.compile(bucket, self.runner.strategy(bucket))
         self._changer()
         if self._options is not None and self._masks is not None:
             for bucket in self.buckets:
@@ -294,8 +294,8 @@ class Dispatcher:
         given, prompts = (bucket, self._buffers(), state, inputs), None
         if chunks:
             assert self._describing is not None
-            count = self.runner.micro_batches(bucket)
-            outputs, self._allocated = self._describing.run(*given, count=count)
+            strategy = self.runner.strategy(bucket)
+            outputs, self._allocated = self._describing.run(*given, strategy=strategy)
             prompts = PromptChunks(chunks, outputs.described)
         else:
             outputs, self._allocated = self.runner.run(*given)

@@ -28,7 +28,7 @@ from tbo_jax.sampling.logprobs import PromptLogprobs
 from tbo_jax.sampling.params import MAX_SEED, SamplingParams
 from tbo_jax.step.inputs import Inputs
 from tbo_jax.step.runner import ModelRunner
-from tbo_jax.step.shapes import Bucket
+from tbo_jax.step.shapes import Bucket, program_name
 from tbo_jax.text import Tokenizer
 
 T = TypeVar("T")
@@ -468,12 +468,13 @@ class Engine:
 
     def _count(self, step: DispatchedStep) -> None:
         stats = self.statistics
-        count = self.runner.micro_batches(step.bucket)
+        strategy = self.runner.strategy(step.bucket)
         stats.steps += 1
-        stats.steps_split += count > 1
+        stats.steps_split += strategy.micro_batches > 1
+        stats.steps_in_chunks += strategy.expert_chunks > 1
         stats.steps_ahead += step.ahead
         stats.link_bytes += self.runner.link_bytes(step.bucket)
-        name = f"{step.bucket} x{count}"
+        name = program_name(step.bucket, strategy)
         stats.steps_by_bucket[name] = stats.steps_by_bucket.get(name, 0) + 1
 
 

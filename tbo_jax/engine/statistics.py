@@ -15,6 +15,7 @@ class EngineStatistics:
 
     steps: int = 0
     steps_split: int = 0  # run as several micro-batches
+    steps_in_chunks: int = 0  # run with the expert exchange in chunks
     steps_ahead: int = 0  # dispatched before the tokens of the step before were read
     generated_tokens: int = 0  # without end-of-sequence tokens
     sampled_rows: int = 0  # sequences of all steps that got a token, or with drafts several
@@ -25,7 +26,7 @@ class EngineStatistics:
     compile_seconds: float = 0.0
     link_bytes: int = 0  # sent by a device to others; with a ragged transport the most it can be
     steps_by_bucket: dict[str, int] = field(default_factory=dict)
-    # Of USE_TBO=auto, by bucket: micro_batches, seconds by their number, and the reason.
+    # Of USE_TBO=auto, by bucket: the strategy, seconds and gains by strategy, and the reason.
     decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property

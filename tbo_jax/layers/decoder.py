@@ -99,7 +99,8 @@ class SparseLayer(nnx.Module):
 
     Shared experts take their input from what stays on the device and not from what was received,
     so that nothing need arrive first. With one micro-batch XLA can compute them while the dispatch
-    is in flight; with two, the pin puts them beside the other one's dispatch.
+    is in flight; with two, the pin puts them beside the other one's dispatch. Where the exchange
+    has several chunks, `run_experts` runs once for each, and they belong to the first.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
@@ -123,19 +124,20 @@ class SparseLayer(nnx.Module):
         normed = self.post_attention_layernorm(hidden)
         message, places, cache = self.mlp.route(normed, cache, context, arrived)
         kept = None if self.mlp.shared_experts is None else normed
-        return (hidden, places, kept), message, cache
+        return (hidden, places, kept, None), message, cache
 
     def run_experts(self, carry, received, cache, context: LayerContext):
         """Tokens received -> carry, the experts' results for them, and the cache."""
-        hidden, places, normed = carry
-        if normed is not None:
+        hidden, places, normed, kept = carry
+        if normed is not None:  # of the first chunk, if there are several
             hidden = hidden + self.mlp.shared(normed)
-        return (hidden, places), self.mlp.apply(received, context), cache
+        results, kept = self.mlp.apply(received, places, kept, context)
+        return (hidden, places, None, kept), results, cache
 
     def collect(self, carry, received, cache, context: LayerContext):
         """Results received -> residual stream plus each token's sum of them."""
-        hidden, places = carry
-        return None, hidden + context.exchange.unpack_results(received, places), cache
+        hidden, places, _, _ = carry
+        return None, hidden + self.mlp.collect(received, places, context), cache
 
     def attend_and_route(self, hidden, received, cache, context: LayerContext, arrived=None):
         """Two stages in one: `attend`, then `route`."""
@@ -151,12 +153,12 @@ class SparseLayer(nnx.Module):
 
     on_one_device = (
         Stage(attend_and_route, dispatch, announces=True),
-        Stage(run_experts, combine),
+        Stage(run_experts, combine, chunked=True),
     )
     on_several = (
         Stage(attend, scatter),
         Stage(route, dispatch, announces=True),
-        Stage(run_experts, combine),
+        Stage(run_experts, combine, chunked=True),
         Stage(collect, gather),
     )
 

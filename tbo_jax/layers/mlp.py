@@ -14,6 +14,7 @@ from tbo_jax.layers.linear import Linear, project
 from tbo_jax.layers.stored import Projection, StoredAs, StoredExperts
 from tbo_jax.moe.balance import RouterLoad
 from tbo_jax.moe.expert_weights import ExpertWeights
+from tbo_jax.overlap.stages import Chunks
 from tbo_jax.parallel.sharding import Shard
 
 
@@ -130,7 +131,8 @@ class SparseMoe(nnx.Module):
         live = context.tensor.part(context.live)
         experts = jnp.where(live[:, None], experts, -1)  # padding reaches no expert
         weights = weights.astype(x.dtype)
-        return *context.exchange.pack(x, experts, weights, arrived), cache
+        message, places = context.exchange.pack(x, experts, weights, arrived)
+        return Chunks(message) if context.exchange.chunks > 1 else message, places, cache
 
     def shared(self, x: jax.Array) -> jax.Array:
         """[P, D] -> [P, D]: the shared experts, on the device that has the tokens."""
@@ -139,11 +141,22 @@ class SparseMoe(nnx.Module):
         gate = self.shared_expert_gate
         return out if gate is None else jax.nn.sigmoid(gate(x)) * out
 
-    def apply(self, received: Any, context: LayerContext) -> Any:
-        """What arrived -> the message back: this device's experts."""
-        rows, experts, weights = context.exchange.unpack(received)
+    def apply(
+        self, received: Any, places: Any, kept: Any, context: LayerContext
+    ) -> tuple[Any, Any]:
+        """What arrived, and what unpacks the answer -> the message back: this device's experts.
+
+        With an exchange in chunks, of one of them: `kept` is what the chunk before left, or None,
+        and what the next one needs is given beside the message.
+        """
+        rows, experts, weights, kept = context.exchange.take_in(received, places, kept)
         out = context.experts(rows, experts, weights, self._matrices())
-        return context.exchange.pack_results(out, received)
+        return context.exchange.give_back(out, received, places, kept)
+
+    def collect(self, returned: Any, places: Any, context: LayerContext) -> jax.Array:
+        """What came back -> each token's sum over its experts, [P, D]."""
+        messages = returned.messages if isinstance(returned, Chunks) else returned
+        return context.exchange.unpack_results(messages, places)
 
     def _matrices(self) -> ExpertWeights:
         up_bias, down_bias = self.gate_up_bias, self.down_bias

@@ -70,6 +70,11 @@ def in_order(compute: Callable[..., Any], weights: Any, inputs: Any, order: Orde
     return (outputs, others), Order(outputs, token)
 
 
+def waiting(tree: Any, after: Any) -> Any:
+    """The same arrays, once `after`, a pytree of arrays, is there."""
+    return _barrier((tree, after))[0] if jax.tree.leaves(after) else tree
+
+
 @contextmanager
 def _reverse_only() -> Iterator[None]:
     """Say what to do instead where JAX says that a `custom_vjp` has no forward-mode derivative.

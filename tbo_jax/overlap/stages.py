@@ -22,9 +22,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tbo_jax.overlap.order import Order, in_order
+from tbo_jax.overlap.order import Order, in_order, waiting
 from tbo_jax.overlap.stacked import StackedLayers
 from tbo_jax.overlap.written import Path, changes, contents, full_name, take_apart, write
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Chunks:
+    """Several messages that a compute sends, in the order in which they are needed.
+
+    Each is communicated on its own. If the next stage is `chunked`, it runs once for each.
+    """
+
+    messages: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,12 @@ class Stage:
     `jax.lax.optimization_barrier`. XLA:GPU has one collective on its way at a time, and otherwise
     may hold back that message until this one is over.
 
+    With `chunked`, `compute` can do its work in parts. Where the stage before sent `Chunks`, it
+    runs once for each: `received` is what came of one message, and the carry goes from one to the
+    next. The later messages are on their way while the first ones are computed, and what each run
+    sends is on its way beside the next run. What they sent is received as `Chunks` again. Where the
+    stage before sent one message, it runs once.
+
     Raises:
         TypeError: what is to be called cannot be.
     """
@@ -50,6 +67,7 @@ class Stage:
     compute: Callable[[Any, Any, Any, Any, Any], tuple[Any, Any, Any]]
     communicate: Callable[[Any, Any], Any] | None = None
     announces: bool = False
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.compute):
@@ -62,11 +80,12 @@ class Stage:
                 f"Stage.communicate of {_name(self.compute)} must be None or a function of "
                 f"(outgoing, context), got {_kind(self.communicate)}"
             )
-        if not isinstance(self.announces, bool):
-            raise TypeError(
-                f"Stage.announces of {_name(self.compute)} must be True or False, got "
-                f"{_kind(self.announces)}"
-            )
+        for name in ("announces", "chunked"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(
+                    f"Stage.{name} of {_name(self.compute)} must be True or False, got "
+                    f"{_kind(getattr(self, name))}"
+                )
 
 
 class Layer(Protocol):
@@ -159,20 +178,35 @@ class _Lane:
     stage: Stage | None = None  # whose communication is still to be done with it
     layer: Any = None  # that has sent
     index: Any = None  # of that layer
+    arrived: int = 0  # how many of the `Chunks` in `message` have been communicated
 
     def receive(self) -> Any:
         """What the latest compute sent, communicated where this is first called."""
         stage, self.stage = self.stage, None
+        first, self.arrived = self.arrived, 0
         if stage is not None and stage.communicate is not None:
-            with _at(self.layer, self.index, self, stage.communicate):
-                sent = self.message
-                self.message = stage.communicate(sent, self.context)
-            if self.message is None and jax.tree.leaves(sent):
-                raise TypeError(
-                    f"the communication after {type(self.layer).__name__}.{_name(stage.compute)} "
-                    "gave None: expected what is received"
-                )
+            if isinstance(self.message, Chunks):
+                of = list(self.message.messages)
+                of[first:] = [
+                    self.communicate(stage, sent, f"/chunk_{number}")
+                    for number, sent in enumerate(of[first:], first)
+                ]
+                self.message = Chunks(tuple(of))
+            else:
+                self.message = self.communicate(stage, self.message)
         return self.message
+
+    def communicate(self, stage: Stage, sent: Any, part: str = "") -> Any:
+        """What comes of one message, of a stage that communicates."""
+        assert stage.communicate is not None
+        with _at(self.layer, self.index, self, stage.communicate, part):
+            received = stage.communicate(sent, self.context)
+        if received is None and jax.tree.leaves(sent):
+            raise TypeError(
+                f"the communication after {type(self.layer).__name__}.{_name(stage.compute)} "
+                "gave None: expected what is received"
+            )
+        return received
 
 
 @dataclass
@@ -198,12 +232,56 @@ class _Run:
             )
         for number, stages in enumerate(zip(*of_lanes, strict=True)):
             for lane, stage in zip(self.lanes, stages, strict=True):
-                self._compute(index, layer, previous if number == 0 else None, lane, stage)
+                if number and stage.chunked and isinstance(lane.message, Chunks):
+                    self._compute_chunks(index, layer, lane, stage)
+                else:
+                    self._compute(index, layer, previous if number == 0 else None, lane, stage)
                 if lane is not self.lanes[-1]:
                     lane.receive()
 
-    def _compute(self, index: Any, layer: Any, before: Any, lane: _Lane, stage: Stage) -> None:
-        """One stage's compute; `before` is the layer before, of which this compute is the merge."""
+    def _compute_chunks(self, index: Any, layer: Any, lane: _Lane, stage: Stage) -> None:
+        """A stage's compute for each of the chunks; the last one's message is left as others are.
+
+        The order is fixed, of computes and of what travels. While chunk i computes, chunk i + 1
+        arrives and then what chunk i - 1 gave goes back. So what arrives for chunk i + 2 is sent
+        when chunk i has been computed.
+        """
+        before, coming, last = lane.stage, lane.message.messages, len(lane.message.messages) - 1
+        arrived, sent = list(coming), []
+        if before is not None and before.communicate is not None:
+            arrived = []
+        link = computed = None  # what came latest, and what was computed latest
+
+        def fetch() -> None:
+            nonlocal link
+            number = len(arrived)
+            if before is not None and number <= last:
+                message = waiting(coming[number], (link, computed))
+                link = lane.communicate(before, message, f"/chunk_{number}")
+                arrived.append(link)
+
+        fetch()
+        fetch()
+        for number in range(len(coming)):
+            lane.stage, lane.message = None, arrived[number]
+            if self.order is None:
+                lane.message = waiting(lane.message, computed)
+            self._compute(index, layer, None, lane, stage, f"/chunk_{number}")
+            computed = lane.message
+            fetch()
+            message = waiting(computed, link)
+            if number < last and stage.communicate is not None:
+                message = link = lane.communicate(stage, message, f"/chunk_{number}")
+            sent.append(message)
+        lane.message, lane.arrived = Chunks(tuple(sent)), last
+
+    def _compute(
+        self, index: Any, layer: Any, before: Any, lane: _Lane, stage: Stage, part: str = ""
+    ) -> None:
+        """One stage's compute; `before` is the layer before, of which this compute is the merge.
+
+        `part` is what its name scope has behind the stage.
+        """
 
         more = {}
         if stage.announces:  # not among the inputs, which all of the compute waits for
@@ -219,7 +297,7 @@ class _Run:
             return (carry, outgoing), kept
 
         received = lane.receive()
-        with _scope(index, lane, stage.compute):
+        with _scope(index, lane, stage.compute, part):
             after = None if self.order is None else self.order.after
             view = None if self.cache is None else self.cache.layer(index, after)
             touched = [(index, layer)] + ([] if before is None else [(index - 1, before)])
@@ -323,13 +401,13 @@ class _Run:
         if len(self.layers) == 1:
             return
         last, layers, written = self.lanes[-1], self.layers, list(self.written)
-        stage, layer = last.stage, last.layer
+        stage, layer, arrived = last.stage, last.layer, last.arrived
 
         def body(state: Any, index: jax.Array) -> tuple[Any, None]:
             before = self._restore(state)
             self.layers = layers.with_contents(written, before)
             self.written = {}
-            last.stage, last.layer, last.index = stage, layer, index - 1
+            last.stage, last.layer, last.index, last.arrived = stage, layer, index - 1, arrived
             self.run_layer(index)
             for path in self.written:
                 if path not in written:
@@ -347,6 +425,7 @@ class _Run:
         for path, value in zip(written, self._restore(state), strict=True):
             write(layers.stacked, path, value)
         last.stage, last.layer, last.index = stage, layer, len(layers) - 1
+        last.arrived = arrived
 
     def _state(self, written: list[Path]) -> Any:
         """What a turn of the loop hands to the next."""
@@ -512,15 +591,15 @@ def _name(function: Any) -> str:
 
 
 @contextmanager
-def _at(layer: Any, index: Any, lane: _Lane, function: Any) -> Iterator[None]:
-    with _scope(index, lane, function), _noted(layer, index, lane, function):
+def _at(layer: Any, index: Any, lane: _Lane, function: Any, part: str = "") -> Iterator[None]:
+    with _scope(index, lane, function, part), _noted(layer, index, lane, function):
         yield
 
 
-def _scope(index: Any, lane: _Lane, function: Any) -> Any:
+def _scope(index: Any, lane: _Lane, function: Any, part: str = "") -> Any:
     """Names for profiles and the schedule report: layer_3/micro_batch_0/attend_and_route."""
     layer = "layers" if _in_loop(index) else f"layer_{index}"
-    return jax.named_scope(f"{layer}/micro_batch_{lane.number}/{_name(function)}")
+    return jax.named_scope(f"{layer}/micro_batch_{lane.number}/{_name(function)}{part}")
 
 
 @contextmanager

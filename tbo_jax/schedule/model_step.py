@@ -23,7 +23,9 @@ from tbo_jax.models import find_architecture
 from tbo_jax.models.hf_config import HfConfig
 from tbo_jax.moe.experts import XlaExperts
 from tbo_jax.moe.kernel import ExpertKernel, ExpertLoad
-from tbo_jax.overlap.config import OverlapConfig
+from tbo_jax.overlap.config import OFF, OverlapConfig, Strategy
+from tbo_jax.parallel.exchange import TRANSPORTS, Transport, in_chunks, make_exchange
+from tbo_jax.parallel.exchange.chunks import BlockChunks
 from tbo_jax.parallel.exchange.ragged import expected_destinations
 from tbo_jax.parallel.sharding import RANKS, TENSOR
 from tbo_jax.schedule.cost import Work
@@ -150,6 +152,7 @@ def inspect_model(
     shape: StepShape,
     *,
     micro_batches: int = 1,
+    expert_chunks: int = 1,
     scanned: bool = False,
     transport: Any = "all_to_all",
     tensor: int = 1,
@@ -168,15 +171,21 @@ def inspect_model(
         raise ValueError("layers of different kinds cannot be scanned: use the unrolled loop")
     lower = _lower_training if shape.phase == "train" else _lower_decoding
     model, mesh = abstract_model(config, scanned, weights), target.mesh(tensor)
-    if micro_batches == 1:
-        overlap = OverlapConfig()
-    else:
+    strategy = Strategy(micro_batches, expert_chunks)
+    if micro_batches > 1:
         overlap = OverlapConfig("on", num_micro_batches=micro_batches)
+    elif expert_chunks > 1:
+        overlap = OverlapConfig("on", strategy="expert_chunks", num_expert_chunks=expert_chunks)
+    else:
+        overlap = OverlapConfig()
     lowered, options = lower(model, mesh, shape, overlap, transport)
     costs = expected_costs(
-        config, target.num_devices, shape, micro_batches, tensor, model=model, mesh=mesh
+        config, target.num_devices, shape, strategy, tensor, transport, model=model, mesh=mesh
     )
-    report = inspect(lowered, target, micro_batches=micro_batches, options=options, **costs)
+    report = inspect(
+        lowered, target, micro_batches=micro_batches, expert_chunks=expert_chunks,
+        options=options, **costs,
+    )  # fmt: skip
     return dataclasses.replace(report, layer_bytes=layer_bytes(config, mesh, shape, weights))
 
 
@@ -184,23 +193,27 @@ def expected_costs(
     config: DecoderConfig,
     devices: int,
     shape: StepShape,
-    micro_batches: int,
+    strategy: Strategy = OFF,
     tensor: int = 1,
+    transport: Transport = "all_to_all",
     *,
     model: CausalLM | None = None,
     mesh: Mesh | None = None,
 ) -> dict[str, Any]:
     """What XLA's text does not tell of a step, as `inspect` takes it; tokens are routed evenly.
 
-    `model`, abstract, tells how weights are held; without it they are of the model's dtype.
+    Of the experts it is what a micro-batch or a chunk takes on average. `model`, abstract, tells
+    how weights are held; without it they are of the model's dtype.
     """
     # Of a micro-batch, and of it what one device of the rank routes.
-    tokens = -(-shape.tokens // micro_batches)
+    tokens = -(-shape.tokens // strategy.micro_batches)
     routed = -(-tokens // tensor)
-    ragged_rows = None
+    ragged_rows, load = None, None
     if config.num_experts:
+        chunks = strategy.expert_chunks if devices > 1 else 1
+        load = _expert_load(config, devices, routed, chunks, transport)
         ragged_rows = routed * expected_destinations(
-            devices, config.num_experts, config.num_experts_per_token
+            devices, config.num_experts, config.num_experts_per_token, chunks
         )
     bits, products = None, {}
     if model is not None and mesh is not None:
@@ -209,9 +222,9 @@ def expected_costs(
         found = product_work(model, mesh, rows)
         products = {name: Work(flops, moved, 1) for name, (flops, moved) in found.items()}
     return {
-        "trip_counts": expected_turns(config, devices, routed, shape),
+        "trip_counts": expected_turns(config, load, shape),
         "kernels": attention_work(config.of_device(tensor), tokens, shape)
-        | expert_work(config, devices, routed, bits)
+        | expert_work(config, load, bits)
         | products,
         "ragged_rows": ragged_rows,
     }
@@ -237,8 +250,8 @@ def _lower_decoding(
 ) -> tuple[jax.stages.Lowered, Options]:
     """The runner's step, and what XLA is told for it."""
     runner = ModelRunner(model, shape.cache, mesh=mesh, overlap=overlap, transport=transport)
-    count = runner.micro_batches(shape.bucket)
-    return runner.lower(shape.bucket, count), runner.compiler_options(count)
+    strategy = runner.strategy(shape.bucket)
+    return runner.lower(shape.bucket, strategy), runner.compiler_options(strategy)
 
 
 def _lower_training(
@@ -260,15 +273,11 @@ def _lower_training(
 
 
 def expected_turns(
-    config: DecoderConfig, num_devices: int, tokens: int, shape: StepShape
+    config: DecoderConfig, load: ExpertLoad | None, shape: StepShape
 ) -> dict[str, float]:
-    """Turns of the loops that depend on data, for a micro-batch of `tokens` routed by each device.
-
-    Contexts are those of `shape`, tokens are routed evenly.
-    """
+    """Turns of the loops that depend on data, for contexts of `shape` and a load of the experts."""
     turns = paged.expected_turns(shape.context, PAGE_SIZE)
-    if config.num_experts:
-        load = _expert_load(config, num_devices, tokens)
+    if load is not None:
         kernels: list[type[ExpertKernel]] = [XlaExperts, *EXPERTS.values()]
         for kernel in kernels:
             turns |= kernel(expert_shape(config)).expected_turns(load)
@@ -286,11 +295,26 @@ def _context_read(config: DecoderConfig, shape: StepShape) -> int:
     return (full * shape.context + (config.num_layers - full) * reach) // config.num_layers
 
 
-def _expert_load(config: DecoderConfig, num_devices: int, tokens: int) -> ExpertLoad:
-    """What an even routing of `tokens` tokens of each device asks of the experts of one."""
-    top_k = config.num_experts_per_token
-    here = config.num_experts // num_devices
-    return ExpertLoad(tokens * num_devices, top_k, tokens * top_k, here)
+def _expert_load(
+    config: DecoderConfig, num_devices: int, tokens: int, chunks: int, transport: Transport
+) -> ExpertLoad:
+    """What an even routing of `tokens` tokens of each device asks of the experts of one.
+
+    In one of several chunks: a share of the choices and of the experts. Behind a transport of
+    blocks the rows are those that have arrived so far.
+    """
+    top_k, num_experts = config.num_experts_per_token, config.num_experts
+    here = num_experts // num_devices
+    rows: float = tokens
+    if chunks > 1 and not TRANSPORTS[transport].sizes_are_data:
+        exchange = make_exchange(
+            transport, axis=("", ""), num_devices=num_devices, num_experts=num_experts, top_k=top_k
+        )
+        chunked = in_chunks(exchange, chunks, num_experts, top_k)
+        assert isinstance(chunked, BlockChunks)
+        rows = sum(chunked.ends(tokens)) / chunks
+    choices = tokens * top_k / chunks
+    return ExpertLoad(round(rows * num_devices), top_k, choices, max(1, here // chunks))
 
 
 def attention_work(config: DecoderConfig, tokens: int, shape: StepShape) -> dict[str, Work]:
@@ -309,13 +333,12 @@ def attention_work(config: DecoderConfig, tokens: int, shape: StepShape) -> dict
 
 
 def expert_work(
-    config: DecoderConfig, num_devices: int, tokens: int, weight_bits: float | None = None
+    config: DecoderConfig, load: ExpertLoad | None, weight_bits: float | None = None
 ) -> dict[str, Work]:
     """Work of the expert kernels; see `attention_work` and `expected_turns`."""
-    if not config.num_experts:
+    if load is None:
         return {}
     work: dict[str, tuple[float, float]] = {}
     for kernel in EXPERTS.values():
-        load = _expert_load(config, num_devices, tokens)
         work |= kernel(expert_shape(config, weight_bits)).expected_work(load)
     return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tbo_jax.overlap.config import Strategy
 from tbo_jax.schedule.audit import Finding, audit
 from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.hlo import Module, parse
@@ -77,6 +78,12 @@ class ScheduleReport:
     timeline: Timeline
     hlo: str
     layer_bytes: int | None = None  # of a device, that one more layer would take; None if unknown
+    expert_chunks: int = 1
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the program overlaps."""
+        return Strategy(self.micro_batches, self.expert_chunks)
 
     @property
     def hidden_share(self) -> float:
@@ -127,6 +134,7 @@ def inspect(
     target: Target | str,
     *args: Any,
     micro_batches: int = 1,
+    expert_chunks: int = 1,
     trip_counts: Mapping[str, float] | None = None,
     kernels: Mapping[str, Work] | None = None,
     ragged_rows: float | None = None,
@@ -141,7 +149,7 @@ def inspect(
         *args: of a function: arrays or `jax.ShapeDtypeStruct`s with their shardings over
             `target.mesh()`. Those of a function that is not jitted lie whole on every device where
             they have none.
-        micro_batches: of the step, for the compiler options and the report.
+        micro_batches, expert_chunks: of the step, for the compiler options and the report.
         trip_counts: turns of loops that depend on data, by a part of their name scope.
         kernels: work of custom calls by the name of the kernel; else what their operands weigh.
         ragged_rows: rows that a device sends to others in a ragged exchange, whose sizes are data;
@@ -164,7 +172,8 @@ def inspect(
     if args:
         raise ValueError("arguments are for a jitted function, this one is lowered already")
     if hasattr(step, "compile"):
-        given = overlap_options(target.platform, target.num_devices, micro_batches)
+        strategy = Strategy(micro_batches, expert_chunks)
+        given = overlap_options(target.platform, target.num_devices, strategy)
         given = known_options(given, target.mesh()) if given else {}
         if target.platform == "cuda":
             given["xla_gpu_autotune_level"] = "0"  # there is no device to tune on
@@ -177,8 +186,8 @@ def inspect(
     _check_machine(step, target)
     _check_mosaic(step, target, is_function)
     return report(
-        step, target, micro_batches, trip_counts or {}, kernels or {}, seconds, ragged_rows,
-        _device_ids(step, target),
+        step, target, Strategy(micro_batches, expert_chunks), trip_counts or {}, kernels or {},
+        seconds, ragged_rows, _device_ids(step, target),
     )  # fmt: skip
 
 
@@ -252,7 +261,7 @@ def _check_machine(compiled: jax.stages.Compiled, target: Target) -> None:
 def report(
     compiled: jax.stages.Compiled,
     target: Target,
-    micro_batches: int,
+    strategy: Strategy,
     trip_counts: Mapping[str, float],
     kernels: Mapping[str, Work],
     compile_seconds: float,
@@ -267,7 +276,8 @@ def report(
     timeline = simulate(module, target.rates, trip_counts, kernels, ragged_rows, device_ids)
     return ScheduleReport(
         target=target.name,
-        micro_batches=micro_batches,
+        micro_batches=strategy.micro_batches,
+        expert_chunks=strategy.expert_chunks,
         step=timeline.step,
         compute=timeline.compute,
         contention=timeline.contention,

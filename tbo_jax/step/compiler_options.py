@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tbo_jax.host.folders import cache_folder
+from tbo_jax.overlap.config import Strategy
 from tbo_jax.parallel.exchange import TRANSPORTS, Transport
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,11 @@ _MOST_COLLECTIVES = 1000  # of one kind in a program that is given a profile
 
 
 def compiler_options(
-    mesh: Mesh, micro_batches: int, transport: Transport = "all_to_all", *, training: bool = False
+    mesh: Mesh,
+    strategy: Strategy,
+    transport: Transport = "all_to_all",
+    *,
+    training: bool = False,
 ) -> Options:
     """For `jax.jit(compiler_options=...)` or `Lowered.compile(...)`.
 
@@ -54,12 +59,12 @@ def compiler_options(
     Args:
         mesh: of the program. Its devices need not be there (`jax.experimental.topologies`), so
             JAX's default backend is not asked.
-        micro_batches: of the program. What only matters with several is left out for one.
+        strategy: of the program. What only matters for one that overlaps is left out for others.
         transport: of the expert exchange.
         training: whether all-reduces are sums of gradients, which nothing waits for.
     """
     device = mesh.devices.flat[0]
-    options = overlap_options(device.platform, mesh.size, micro_batches, transport, training)
+    options = overlap_options(device.platform, mesh.size, strategy, transport, training)
     return known_options(options, mesh) | process_options(mesh)
 
 
@@ -80,7 +85,7 @@ def process_options(mesh: Mesh) -> Options:
 def overlap_options(
     platform: str,
     num_devices: int,
-    micro_batches: int,
+    strategy: Strategy,
     transport: Transport = "all_to_all",
     training: bool = False,
 ) -> Options:
@@ -98,7 +103,7 @@ def overlap_options(
         # XLA's default, kept whatever the environment says. Above it others saw gradients that
         # changed from run to run, hangs, and steps a third slower (marin-community/marin 8077).
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "1"
-    if micro_batches > 1:
+    if strategy.overlaps:
         options |= {
             "xla_gpu_pgle_profile_file_or_directory_path": str(
                 _collectives_first(ragged, training)

@@ -26,9 +26,9 @@ from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.layers.exchange import exchange_of
 from tbo_jax.layers.precision import exact_products
 from tbo_jax.overlap.batch import ForwardBatch
-from tbo_jax.overlap.config import OverlapConfig
+from tbo_jax.overlap.config import OverlapConfig, Strategy
 from tbo_jax.overlap.stages import StackedLayers
-from tbo_jax.parallel.exchange import LocalExchange, Transport
+from tbo_jax.parallel.exchange import Exchange, LocalExchange, Transport, in_chunks
 from tbo_jax.parallel.exchange.message import DispatchDtype
 from tbo_jax.parallel.processes import over_ranks
 from tbo_jax.parallel.sharding import RANKS, TENSOR, leaf_specs, num_ranks
@@ -39,7 +39,7 @@ from tbo_jax.step.forward import EachToken, LogitRows, forward
 from tbo_jax.step.inputs import Inputs
 from tbo_jax.step.kernels import choose_kernels
 from tbo_jax.step.program import LogitsProgram, StepProgram
-from tbo_jax.step.shapes import Bucket, CacheConfig, Program
+from tbo_jax.step.shapes import Bucket, CacheConfig, Program, program_name
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class ModelRunner:
             model: with its weights on the devices of `mesh`, as `load_model` leaves them.
             cache: size of the key/value cache.
             mesh: of `make_mesh`.
-            overlap: micro-batches; default none.
+            overlap: how steps overlap; default not at all.
             transport, dispatch_dtype: of the expert exchange (`make_exchange`).
             logits: of the last token of each sequence [R, B, V], or of all tokens [R, T, V]; steps
                 that verify drafts always give those of all tokens.
@@ -85,7 +85,8 @@ class ModelRunner:
         Raises:
             ValueError: the experts do not divide over the devices, or the heads over those of a
                 rank, or an unknown transport or dispatch_dtype, or inputs that the model does not
-                read; or `deterministic` where that is not known (`check_deterministic`).
+                read; or `deterministic` where that is not known (`check_deterministic`); or
+                expert chunks of a model without experts, or more of them than a device has experts.
         """
         self.config = model.config
         self.cache = cache
@@ -111,16 +112,46 @@ class ModelRunner:
             mesh.devices.flat[0], self._on_device, self.inputs.mask_offsets > 0, deterministic
         )
         self._compiled: dict[Program, jax.stages.Compiled] = {}
-        self._chosen: dict[Bucket, int] = {}
+        self._chosen: dict[Bucket, Strategy] = {}
         self.program: StepProgram = LogitsProgram(self.inputs, cache, self.config, num_ranks(mesh))
         self._exchange = exchange_of(self.config, mesh, transport, dispatch_dtype)
+        self._check_strategy()
+
+    def _check_strategy(self) -> None:
+        """Refuse expert chunks where they are asked for and cannot be; warn of what gains nothing.
+
+        Raises:
+            ValueError: the model has no experts, or a device fewer than chunks.
+        """
+        if self.overlap.mode == "off":
+            return
+        wanted = self.overlap.strategy or ("micro_batches" if self.overlap.mode == "on" else None)
+        if wanted == "expert_chunks":
+            if not self._num_sparse:
+                raise ValueError(
+                    f"strategy 'expert_chunks' is for experts, and this {self.config.model_type} "
+                    "model has none: expected 'micro_batches'"
+                )
+            self._exchange_in(self.overlap.num_expert_chunks)
         if self.overlap.mode == "on" and not self.communicates:
+            value, happens = ("1", "steps are split, and there")
+            if wanted == "expert_chunks":
+                value, happens = (wanted, "there")
             logger.warning(
-                "USE_TBO=1: %s on %d device(s) has no communication between devices; steps are "
-                "split, and there is nothing to overlap",
+                "USE_TBO=%s: %s on %d device(s) has no communication between devices; %s is "
+                "nothing to overlap",
+                value,
                 self.config.model_type,
-                mesh.size,
+                self.mesh.size,
+                happens,
             )
+
+    def _exchange_in(self, chunks: int) -> Exchange:
+        """The expert exchange in so many chunks; ValueError if a device has fewer experts."""
+        config = self.config
+        if not config.num_experts:
+            return self._exchange
+        return in_chunks(self._exchange, chunks, config.num_experts, config.num_experts_per_token)
 
     def with_program(self, program: StepProgram) -> ModelRunner:
         """A runner of the same model whose steps take and give what another program does."""
@@ -134,23 +165,31 @@ class ModelRunner:
         """Steps compiled so far."""
         return len(self._compiled)
 
-    def micro_batches(self, bucket: Bucket) -> int:
-        """Into how many micro-batches a step of this bucket is cut."""
+    def strategy(self, bucket: Bucket) -> Strategy:
+        """How a step of this bucket overlaps."""
         chosen = self._chosen.get(bucket)
-        return self.overlap.micro_batches(bucket.tokens) if chosen is None else chosen
+        return self.overlap.chosen(bucket.tokens) if chosen is None else chosen
 
-    def choose(self, bucket: Bucket, micro_batches: int) -> None:
-        """Cut steps of this bucket so from here on, and drop its other compiled programs.
+    def candidates(self, bucket: Bucket) -> tuple[Strategy, ...]:
+        """Those of `OverlapConfig.candidates` that the model and its devices can have."""
+        here = self.config.num_experts // self.mesh.size if self._num_sparse else 0
+        return tuple(
+            strategy
+            for strategy in self.overlap.candidates(bucket.tokens)
+            if strategy.expert_chunks == 1 or here >= strategy.expert_chunks
+        )
 
-        Raises ValueError for a number that the configuration of the overlap does not allow.
+    def choose(self, bucket: Bucket, strategy: Strategy) -> None:
+        """Run steps of this bucket so from here on, and drop its other compiled programs.
+
+        Raises ValueError for a strategy that the configuration of the overlap does not allow.
         """
-        allowed = self.overlap.candidates(bucket.tokens)
-        if micro_batches not in allowed:
-            raise ValueError(
-                f"{micro_batches} micro-batches for {bucket}: expected one of {allowed}"
-            )
-        self._chosen[bucket] = micro_batches
-        for program in [p for p in self._compiled if p[0] == bucket and p[1] != micro_batches]:
+        allowed = self.candidates(bucket)
+        if strategy not in allowed:
+            known = ", ".join(str(one) for one in allowed)
+            raise ValueError(f"strategy {strategy} for {bucket}: expected one of {known}")
+        self._chosen[bucket] = strategy
+        for program in [p for p in self._compiled if p[0] == bucket and p[1] != strategy]:
             del self._compiled[program]
 
     @property
@@ -165,11 +204,13 @@ class ModelRunner:
 
     def link_bytes(self, bucket: Bucket) -> int:
         """Bytes that a device sends to others in a step; with a ragged transport the most."""
-        count, config = self.micro_batches(bucket), self.config
+        strategy, config = self.strategy(bucket), self.config
+        count = strategy.micro_batches
         whole = count == 1 or self.inputs.cuts_anywhere(bucket)
         tokens = bucket.tokens if whole else -(-bucket.tokens // count)  # of a micro-batch, padded
         part = -(-tokens // self.tensor.size)
-        sparse = self._exchange.link_bytes(part, config.hidden_size, config.dtype)
+        exchange = self._exchange_in(strategy.expert_chunks)
+        sparse = exchange.link_bytes(part, config.hidden_size, config.dtype)
         # In rings: scattering sends all parts but one, and so does gathering; reducing does both.
         away = (self.tensor.size - 1) * part * config.hidden_size * jnp.dtype(config.dtype).itemsize
         dense = 4 * away  # reduced twice
@@ -187,7 +228,7 @@ class ModelRunner:
             head_dim=config.head_dim,
             dtype=config.dtype,
             max_tokens=cache.max_tokens,
-            num_micro_batches=self.overlap.num_micro_batches if self.overlap.enabled else 1,
+            num_micro_batches=self.overlap.most_micro_batches,
             stacked=self.scanned,
             layout=self.kernels.attention.layout,
             mesh=self.mesh,
@@ -211,14 +252,14 @@ class ModelRunner:
         """Bytes of a device.
 
         `weight_bytes`, `cache_bytes`: weights, and pages of keys and values. `work_bytes`:
-        attention work metadata, a set for each micro-batch. `temporary_bytes`: what
-        XLA holds while a step runs, for each compiled program, such as "decode 8 x2" for two
-        micro-batches; without those of which XLA does not tell.
+        attention work metadata, a set for each micro-batch. `temporary_bytes`: what XLA holds while
+        a step runs, for each compiled program (`program_name`); without those of which XLA does not
+        tell.
         """
         work = jax.tree.leaves(self._buffer_shapes.work)
         of_page = kv_bytes_per_page(self._on_device, self.cache.page_size)
         compiled = list(self._compiled.items())  # at once: another thread may be compiling
-        held = {f"{b} x{count}": program.memory_analysis() for (b, count), program in compiled}
+        held = {program_name(*key): program.memory_analysis() for key, program in compiled}
         return {
             "weight_bytes": sum(self._bytes_on_device(leaf) for leaf in self._weights),
             "cache_bytes": self.cache.num_pages * of_page,
@@ -235,7 +276,7 @@ class ModelRunner:
         bucket: Bucket,
         buffers: AttentionBuffers,
         batch: ForwardBatch,
-        micro_batches: int | None = None,
+        strategy: Strategy | None = None,
     ) -> tuple[Any, AttentionBuffers]:
         """Run one step; compiles first if the bucket is new.
 
@@ -244,7 +285,7 @@ class ModelRunner:
             buffers: donated; use the returned ones from here on.
             batch: leaves [R, ...] (`stack_batches`), with the fields that `inputs` names. Arrays of
                 numpy are copied, so that they may be overwritten at once.
-            micro_batches: run it with so many; default those of the bucket.
+            strategy: how to overlap; default that of the bucket.
 
         Returns:
             Logits float32 [R, B, V] ([R, T, V] with `logits="all"` or drafts; rows of padding are
@@ -254,30 +295,34 @@ class ModelRunner:
             ValueError: the batch has other fields, or other shapes than the bucket.
         """
         inputs = self.program.from_batch(bucket, batch)
-        return self.run(bucket, buffers, *inputs, count=micro_batches)
+        return self.run(bucket, buffers, *inputs, strategy=strategy)
 
     def run(
-        self, bucket: Bucket, buffers: AttentionBuffers, *inputs: Any, count: int | None = None
+        self,
+        bucket: Bucket,
+        buffers: AttentionBuffers,
+        *inputs: Any,
+        strategy: Strategy | None = None,
     ) -> tuple[Any, AttentionBuffers]:
-        """Run one step with the inputs of `program`, and as many micro-batches as `step` does.
+        """Run one step with the inputs of `program`, and overlap as `step` does.
 
         A program reads numpy arrays after this returns, on CPU where they are (jax#37830): they
         must not be written any more.
         """
         placed = over_ranks(inputs, self.mesh)
-        return self.compile(bucket, count)(self._weights, buffers, *placed)
+        return self.compile(bucket, strategy)(self._weights, buffers, *placed)
 
-    def compile(self, bucket: Bucket, micro_batches: int | None = None) -> jax.stages.Compiled:
+    def compile(self, bucket: Bucket, strategy: Strategy | None = None) -> jax.stages.Compiled:
         """The compiled step of a bucket, from the cache of this runner if it is there."""
-        count = self.micro_batches(bucket) if micro_batches is None else micro_batches
-        if (bucket, count) not in self._compiled:
-            for error in self.compile_programs([(bucket, count)]).values():
+        strategy = self.strategy(bucket) if strategy is None else strategy
+        if (bucket, strategy) not in self._compiled:
+            for error in self.compile_programs([(bucket, strategy)]).values():
                 raise error
-        return self._compiled[bucket, count]
+        return self._compiled[bucket, strategy]
 
     def compile_all(self, buckets: Sequence[Bucket], progress: Progress | None = None) -> None:
         """Compile the steps of several buckets; see `compile_programs`."""
-        programs = [(bucket, self.micro_batches(bucket)) for bucket in buckets]
+        programs = [(bucket, self.strategy(bucket)) for bucket in buckets]
         for error in self.compile_programs(programs, progress).values():
             raise error
 
@@ -311,13 +356,13 @@ class ModelRunner:
                     progress(done, len(programs))
         return failed
 
-    def compiler_options(self, micro_batches: int) -> Options:
+    def compiler_options(self, strategy: Strategy) -> Options:
         """What XLA is told for the programs of this runner."""
-        return compiler_options(self.mesh, micro_batches, self.transport)
+        return compiler_options(self.mesh, strategy, self.transport)
 
-    def lower(self, bucket: Bucket, micro_batches: int | None = None) -> jax.stages.Lowered:
+    def lower(self, bucket: Bucket, strategy: Strategy | None = None) -> jax.stages.Lowered:
         """The step of a bucket, traced and lowered for the mesh; nothing is allocated."""
-        count = self.micro_batches(bucket) if micro_batches is None else micro_batches
+        strategy = self.strategy(bucket) if strategy is None else strategy
         placed = functools.partial(NamedSharding, self.mesh)
 
         def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -337,10 +382,11 @@ class ModelRunner:
         with warnings.catch_warnings():
             # A buffer that cannot be updated in place would be copied whole in every step.
             warnings.filterwarnings("error", message="Some donated buffers were not usable")
-            return self._jitted(bucket, count).lower(weights, buffers, *inputs)
+            return self._jitted(bucket, strategy).lower(weights, buffers, *inputs)
 
-    def _jitted(self, bucket: Bucket, count: int) -> Any:
+    def _jitted(self, bucket: Bucket, strategy: Strategy) -> Any:
         ranks = PartitionSpec(RANKS)
+        exchange = self._exchange_in(strategy.expert_chunks)
 
         def step(weights: list[jax.Array], buffers: AttentionBuffers, *inputs: Any):
             model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
@@ -356,9 +402,9 @@ class ModelRunner:
                         buffers,
                         batch,
                         bucket=bucket,
-                        micro_batches=count,
+                        micro_batches=strategy.micro_batches,
                         kernels=self.kernels,
-                        exchange=self._exchange,
+                        exchange=exchange,
                         tensor=self.tensor,
                         logits="all" if bucket.drafts else self.logits,
                         inputs=self.inputs,

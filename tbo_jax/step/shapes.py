@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tbo_jax.overlap.checks import whole_number
+from tbo_jax.overlap.config import Strategy
 
 
 @dataclass(frozen=True, order=True)
@@ -36,7 +37,13 @@ class Bucket:
         return f"{kind} {self.tokens}"
 
 
-Program = tuple[Bucket, int]  # the step of a bucket with that many micro-batches
+Program = tuple[Bucket, Strategy]  # the step of a bucket, and how it overlaps
+
+
+def program_name(bucket: Bucket, strategy: Strategy) -> str:
+    """Such as "decode 8 x2" for two micro-batches, "decode 8 expert_chunks 2"."""
+    count = strategy.micro_batches
+    return f"{bucket} {strategy if strategy.expert_chunks > 1 else f'x{count}'}"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tbo_jax.layers.exchange import exchange_of
 from tbo_jax.layers.precision import exact_products
 from tbo_jax.layers.rotary import rotary_table
 from tbo_jax.moe.balance import RouterLoad
-from tbo_jax.overlap.config import OverlapConfig
+from tbo_jax.overlap.config import OverlapConfig, Strategy
 from tbo_jax.overlap.stages import run_layers
 from tbo_jax.parallel.exchange import Transport
 from tbo_jax.parallel.sharding import DEVICES, RANKS, TENSOR, parameter_spec
@@ -67,14 +67,21 @@ class NextTokenLoss:
             remat: see `run_layers`; the logits are computed anew too.
 
         Raises:
-            ValueError: mode "auto", tensor parallelism, an unknown transport, or experts that do
-                not divide over the ranks; or weights that are quantised.
+            ValueError: mode "auto", strategy "expert_chunks", tensor parallelism, an unknown
+                transport, or experts that do not divide over the ranks; or weights that are
+                quantised.
         """
         self.overlap = OverlapConfig() if overlap is None else overlap
         if self.overlap.mode == "auto":
             raise ValueError(
                 "USE_TBO=auto: the engine decides that when it warms up, training does not; "
                 "expected 0 or 1"
+            )
+        if self.overlap.enabled and self.overlap.strategy == "expert_chunks":
+            raise ValueError(
+                "strategy 'expert_chunks' (USE_TBO=expert_chunks) is for decoding and prefill: "
+                "training expects 'micro_batches' (USE_TBO=1), as nothing orders the backward pass "
+                "of chunks"
             )
         if mesh.shape[TENSOR] > 1:
             raise ValueError(
@@ -115,8 +122,8 @@ class NextTokenLoss:
 
     def compiler_options(self) -> Options:
         """What XLA should be told for a program that holds this loss."""
-        count = self.overlap.num_micro_batches if self.overlap.enabled else 1
-        return compiler_options(self.mesh, count, self.transport, training=True)
+        strategy = Strategy(self.overlap.most_micro_batches)
+        return compiler_options(self.mesh, strategy, self.transport, training=True)
 
     def __call__(self, weights: nnx.State, tokens: jax.Array) -> Metrics:
         """Weights, tokens [B, S + 1] int32 -> metrics.

@@ -72,9 +72,9 @@ def test_decode_summary_says_what_was_split():
     )
     text = summary(stats | {"use_tbo": 0} | drafts)
     assert "; 6 of 8 drafts accepted (75%), 1.60 tokens a sequence and step; 2 cpu" in text
-    decisions = {"decode 1": {"micro_batches": 1}, "prefill 16": {"micro_batches": 2}}
+    decisions = {"decode 1": {"strategy": "off"}, "prefill 16": {"strategy": "expert_chunks 2"}}
     text = summary(stats | {"use_tbo": "auto", "decisions": decisions})
-    assert " 3 split, USE_TBO=auto (1 of 2 buckets split); " in text
+    assert " 3 split, USE_TBO=auto (1 of 2 buckets overlap); " in text
 
 
 def test_decode_streams_text_in_order(capsys):

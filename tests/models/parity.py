@@ -25,12 +25,16 @@ def make_runner(
     tensor=1,
     nodes=1,
     micro_batches=1,
+    expert_chunks=1,
     scanned=False,
     transport="all_to_all",
 ):
     mesh = make_mesh(devices, tensor=tensor, nodes=nodes)
     model = load_model(Golden(name).folder, mesh=mesh, dtype=jnp.float32, scanned=scanned)
-    overlap = OverlapConfig("on" if micro_batches > 1 else "off", max(2, micro_batches))
+    if expert_chunks > 1:
+        overlap = OverlapConfig("on", strategy="expert_chunks", num_expert_chunks=expert_chunks)
+    else:
+        overlap = OverlapConfig("on" if micro_batches > 1 else "off", max(2, micro_batches))
     return ModelRunner(model, CACHE, mesh=mesh, overlap=overlap, transport=transport, logits="all")
 
 

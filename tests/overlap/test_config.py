@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tbo_jax import Bucket, CacheConfig, OverlapConfig
+from tbo_jax.overlap.config import Strategy
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,9 @@ def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("value", ["maybe", "2", "-1", "true", " 1", "01", "Auto"])
 def test_another_value_is_refused_by_name(value: str) -> None:
-    with pytest.raises(ValueError, match=f"USE_TBO={value} .*expected 0, 1 or auto"):
+    with pytest.raises(
+        ValueError, match=f"USE_TBO={value} .*expected 0, 1, auto, micro_batches or expert_chunks"
+    ):
         OverlapConfig.from_env({"USE_TBO": value})
 
 
@@ -65,15 +68,46 @@ def test_nothing_is_cut_when_disabled() -> None:
     assert OverlapConfig("off", num_micro_batches=3).micro_batches(1024) == 1
 
 
+OFF, SPLIT, CHUNKS = Strategy(), Strategy(micro_batches=3), Strategy(expert_chunks=4)
+
+
 def test_candidates_of_a_step() -> None:
-    config = OverlapConfig("auto", num_micro_batches=3, min_tokens=8)
-    assert [config.candidates(tokens) for tokens in (1, 7, 8)] == [(1,), (1,), (1, 3)]
-    assert config.micro_batches(8) == 1  # not timed
-    assert OverlapConfig("on").candidates(8) == (2,)
-    assert OverlapConfig("off").candidates(8) == (1,)
+    config = OverlapConfig("auto", num_micro_batches=3, min_tokens=8, num_expert_chunks=4)
+    found = [config.candidates(tokens) for tokens in (1, 7, 8)]
+    assert found == [(OFF,), (OFF,), (OFF, SPLIT, CHUNKS)]
+    assert config.chosen(8) == OFF  # not timed
+    assert config.most_micro_batches == 3
+    assert OverlapConfig("on").candidates(8) == (Strategy(micro_batches=2),)
+    assert OverlapConfig("off").candidates(8) == (OFF,)
 
 
-@pytest.mark.parametrize("name", ["num_micro_batches", "min_tokens"])
+def test_a_strategy_by_name() -> None:
+    config = OverlapConfig("on", strategy="expert_chunks", num_expert_chunks=4)
+    assert [config.chosen(tokens) for tokens in (1, 2)] == [OFF, CHUNKS]
+    assert config.micro_batches(2) == config.most_micro_batches == 1
+    auto = OverlapConfig("auto", strategy="expert_chunks", num_expert_chunks=4)
+    assert auto.candidates(2) == (OFF, CHUNKS)
+    for name in ("micro_batches", "expert_chunks"):
+        read = OverlapConfig.from_env({"USE_TBO": name})
+        assert (read.mode, read.chosen(2).name) == ("on", name)
+
+
+def test_strategies_have_names() -> None:
+    assert [str(one) for one in (OFF, SPLIT, CHUNKS)] == [
+        "off", "micro_batches 3", "expert_chunks 4",
+    ]  # fmt: skip
+    assert [one.overlaps for one in (OFF, SPLIT, CHUNKS)] == [False, True, True]
+
+
+def test_another_strategy_is_refused() -> None:
+    message = "strategy must be None, 'micro_batches' or 'expert_chunks', got 'chunks'"
+    with pytest.raises(ValueError, match=message):
+        OverlapConfig("on", strategy="chunks")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_expert_chunks must be at least 2, got 1"):
+        OverlapConfig("on", strategy="expert_chunks", num_expert_chunks=1)
+
+
+@pytest.mark.parametrize("name", ["num_micro_batches", "min_tokens", "num_expert_chunks"])
 @pytest.mark.parametrize("value", [True, 2.0, "2", None])
 def test_numbers_are_integers(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} must be an integer from [12], got {value!r}"):

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from tbo_jax.overlap.config import Strategy
 from tbo_jax.parallel.sharding import make_mesh
 from tbo_jax.step import compiler_options as module
 from tbo_jax.step.compiler_options import compiler_options, overlap_options, process_options
@@ -25,18 +26,21 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_cpu_and_single_devices_get_none(micro_batches: int) -> None:
-    assert overlap_options("cpu", 8, micro_batches) == {}
-    assert overlap_options("gpu", 1, micro_batches) == {}
-    assert overlap_options("tpu", 1, micro_batches) == {}
+    assert overlap_options("cpu", 8, Strategy(micro_batches)) == {}
+    assert overlap_options("gpu", 1, Strategy(micro_batches)) == {}
+    assert overlap_options("tpu", 1, Strategy(micro_batches)) == {}
 
 
 def test_gpu_gets_the_latency_hiding_scheduler() -> None:
     for platform in ("gpu", "cuda"):
-        assert overlap_options(platform, 8, 1) == {"xla_gpu_enable_latency_hiding_scheduler": True}
+        assert overlap_options(platform, 8, Strategy()) == {
+            "xla_gpu_enable_latency_hiding_scheduler": True
+        }
 
 
 def test_several_micro_batches_get_a_profile_of_all_collectives(own_cache: Path) -> None:
-    options = overlap_options("gpu", 8, 2)
+    options = overlap_options("gpu", 8, Strategy(2))
+    assert overlap_options("gpu", 8, Strategy(expert_chunks=2)) == options
     profile = Path(str(options["xla_gpu_pgle_profile_file_or_directory_path"]))
     assert profile.is_relative_to(own_cache)
     lines = profile.read_text().splitlines()
@@ -47,22 +51,22 @@ def test_several_micro_batches_get_a_profile_of_all_collectives(own_cache: Path)
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_ragged_transport_has_one_collective_on_its_way(micro_batches: int) -> None:
-    options = overlap_options("gpu", 8, micro_batches, "ragged_all_to_all")
+    options = overlap_options("gpu", 8, Strategy(micro_batches), "ragged_all_to_all")
     assert options["xla_gpu_experimental_parallel_collective_overlap_limit"] == "1"
 
 
 def test_the_profile_of_the_ragged_transport_leaves_out_its_sizes(own_cache: Path) -> None:
-    options = overlap_options("gpu", 8, 2, "ragged_all_to_all")
+    options = overlap_options("gpu", 8, Strategy(2), "ragged_all_to_all")
     profile = Path(str(options["xla_gpu_pgle_profile_file_or_directory_path"])).read_text()
     assert '"ragged-all-to-all-start.376"' in profile
     assert '"all-to-all-start' not in profile
-    assert set(options) - set(overlap_options("gpu", 8, 2)) == {
+    assert set(options) - set(overlap_options("gpu", 8, Strategy(2))) == {
         "xla_gpu_experimental_parallel_collective_overlap_limit"
     }
 
 
 def test_training_starts_exchanges_before_sums_of_gradients(own_cache: Path) -> None:
-    options = overlap_options("gpu", 8, 2, training=True)
+    options = overlap_options("gpu", 8, Strategy(2), training=True)
     profile = Path(str(options["xla_gpu_pgle_profile_file_or_directory_path"])).read_text()
     assert '"all-to-all-start.7"' in profile
     assert '"all-reduce-start' not in profile
@@ -70,15 +74,15 @@ def test_training_starts_exchanges_before_sums_of_gradients(own_cache: Path) -> 
 
 
 def test_the_profile_is_written_once(own_cache: Path) -> None:
-    first = overlap_options("gpu", 8, 2)
+    first = overlap_options("gpu", 8, Strategy(2))
     profile = own_cache / "tbo_jax" / "collectives_first.pbtxt"
     before = profile.stat().st_mtime_ns
     module._collectives_first.cache_clear()  # as another process would
-    assert overlap_options("gpu", 4, 3) == first
+    assert overlap_options("gpu", 4, Strategy(3)) == first
     assert profile.stat().st_mtime_ns == before
     profile.write_text("damaged")
     module._collectives_first.cache_clear()
-    overlap_options("gpu", 8, 2)
+    overlap_options("gpu", 8, Strategy(2))
     assert "all-to-all-start" in profile.read_text()
 
 
@@ -93,7 +97,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(
     )
     (own_cache / "tbo_jax").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
-        options = overlap_options("gpu", 8, 2)
+        options = overlap_options("gpu", 8, Strategy(2))
     profile = Path(str(options["xla_gpu_pgle_profile_file_or_directory_path"]))
     assert profile.is_file()
     assert "no profile in" in caplog.text
@@ -103,10 +107,10 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(
 
 
 def test_tpu_gets_asynchronous_collectives() -> None:
-    options = overlap_options("tpu", 8, 2)
+    options = overlap_options("tpu", 8, Strategy(2))
     assert options["xla_tpu_enable_async_all_to_all"] == "true"
     options.clear()  # the caller's own
-    assert overlap_options("tpu", 8, 2)
+    assert overlap_options("tpu", 8, Strategy(2))
 
 
 def test_an_option_that_is_not_known_is_left_out_and_named_once(
@@ -140,4 +144,4 @@ def test_several_gpu_processes_share_no_autotuning(
     alone = {"xla_gpu_shard_autotuning": False}
     wanted = alone if processes > 1 and platform in ("gpu", "cuda") else {}
     assert process_options(mesh) == wanted
-    assert compiler_options(mesh, 1) == overlap_options(platform, 4, 1) | wanted
+    assert compiler_options(mesh, Strategy()) == overlap_options(platform, 4, Strategy()) | wanted

@@ -32,5 +32,8 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_decided_from_times_is_refused() -> None:
+    chunks = OverlapConfig("on", strategy="expert_chunks")
+    with pytest.raises(ValueError, match="with USE_TBO=expert_chunks: expected 0 or 1"):
+        check_deterministic(make_mesh(1), chunks)
     with pytest.raises(ValueError, match="deterministic=True with USE_TBO=auto: expected 0 or 1"):
         check_deterministic(make_mesh(1), OverlapConfig("auto"))

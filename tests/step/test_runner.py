@@ -137,7 +137,7 @@ def test_sizes_of_ragged_messages_wait_for_the_message_before(tensor):
 def test_steps_of_all_kinds_alternate_without_compiling(compilations):
     runner = make_runner(devices=4, micro_batches=2)
     buckets = [Bucket(1, 1, decode=True), DECODE, PREFILL]
-    assert [runner.micro_batches(b) for b in buckets] == [1, 2, 2]  # unsplit and split
+    assert [runner.strategy(b).micro_batches for b in buckets] == [1, 2, 2]  # unsplit and split
     buffers = runner.allocate()
     runner.compile_all(buckets)
     for bucket in buckets:

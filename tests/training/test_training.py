@@ -248,6 +248,8 @@ def of(devices: int = 1, **options: Any) -> NextTokenLoss:
 def test_what_is_not_supported_is_refused() -> None:
     with pytest.raises(ValueError, match="USE_TBO=auto: .* expected 0 or 1"):
         of(overlap=OverlapConfig("auto"))
+    with pytest.raises(ValueError, match="strategy 'expert_chunks' .* training expects 'micro_b"):
+        of(overlap=OverlapConfig("on", strategy="expert_chunks"))
     with pytest.raises(ValueError, match="2-way tensor parallelism: training expects 1"):
         of(2, mesh={"tensor": 2})
     with pytest.raises(ValueError, match="8 experts cannot be shared equally by 3 devices"):

@@ -1,8 +1,8 @@
-"""`USE_TBO=auto`: which buckets are split, decided at warm-up from times taken on the device.
+"""`USE_TBO=auto`: how each bucket overlaps, decided at warm-up from times taken on the device.
 
-Whether splitting pays depends on the model, the bucket, the machine and the compiler. So both
-programs of a bucket are timed and the faster one is kept. Where splitting cannot pay, nothing is
-timed and the split program is not even compiled.
+Whether and how overlapping pays depends on the model, the bucket, the machine and the compiler. So
+the programs of a bucket are timed and the fastest is kept; a tie keeps the plain one. Where
+overlapping cannot pay, nothing is timed and no other program is even compiled.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from tbo_jax.engine.auto.store import (
 )
 from tbo_jax.engine.auto.trial import ROUNDS, Timer, Trial, time_programs, wall_clock
 from tbo_jax.engine.devices import free_memory
+from tbo_jax.overlap.config import OFF, Strategy
 from tbo_jax.step.runner import ModelRunner
-from tbo_jax.step.shapes import Bucket
+from tbo_jax.step.shapes import Bucket, Program
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +41,28 @@ Gather = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Decision:
-    """Into how many micro-batches the steps of a bucket are cut, and why."""
+    """How the steps of a bucket overlap, and why."""
 
-    micro_batches: int
+    strategy: Strategy
     reason: str
-    seconds: Mapping[int, float]  # of a step, by number of micro-batches; empty if none was timed
+    seconds: Mapping[Strategy, float]  # of a step, by strategy; empty if none was timed
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for statistics."""
-        seconds = {str(count): value for count, value in self.seconds.items()}
-        return {"micro_batches": self.micro_batches, "seconds": seconds, "reason": self.reason}
+        """Plain values, for statistics; `gains`: the plain step's seconds over each one's."""
+        seconds = {str(strategy): value for strategy, value in self.seconds.items()}
+        gains = {
+            str(strategy): self.seconds[OFF] / value
+            for strategy, value in self.seconds.items()
+            if strategy != OFF
+        }
+        return {
+            "strategy": str(self.strategy),
+            "micro_batches": self.strategy.micro_batches,
+            "expert_chunks": self.strategy.expert_chunks,
+            "seconds": seconds,
+            "gains": gains,
+            "reason": self.reason,
+        }
 
 
 def gather_processes(values: np.ndarray) -> np.ndarray:
@@ -87,8 +100,8 @@ def decide(
 
     Raises:
         ValueError: the mode is another one.
-        jax.errors.JaxRuntimeError: a program that is not split does not compile or run. A split one
-            that fails is a reason not to split.
+        jax.errors.JaxRuntimeError: a plain program does not compile or run. Another one that fails
+            is not chosen.
     """
     if runner.overlap.mode != "auto":
         raise ValueError(f"nothing to decide with mode {runner.overlap.mode!r}: expected 'auto'")
@@ -97,61 +110,71 @@ def decide(
     for bucket in buckets:
         reason = reason_against(runner, bucket, on_cpu=timer is not None)
         if reason is not None:
-            decisions[bucket] = Decision(1, reason, {})
+            decisions[bucket] = Decision(OFF, reason, {})
     unknown = [bucket for bucket in buckets if bucket not in decisions]
     stored = {} if folder is None else _read_all(runner, unknown, folder)
     decisions |= _compare(runner, unknown, stored, gather, "at an earlier start")
 
-    timed = [bucket for bucket in buckets if bucket not in decisions]
-    programs = [(bucket, decision.micro_batches) for bucket, decision in decisions.items()]
-    programs += [(b, count) for b in timed for count in runner.overlap.candidates(b.tokens)]
-    failed = runner.compile_programs(programs, progress)
-    errors: dict[Bucket, Any]
-    errors = {bucket: error for (bucket, count), error in failed.items() if count > 1}
-    for (_, count), error in failed.items():
-        if count == 1:
+    trying = {b: runner.candidates(b) for b in buckets if b not in decisions}
+    programs = [(bucket, decision.strategy) for bucket, decision in decisions.items()]
+    failed: dict[Program, Any] = dict(
+        runner.compile_programs([*programs, *_programs(trying)], progress)
+    )
+    for (_, strategy), error in failed.items():
+        if strategy == OFF:
             raise error
-    decisions |= _not_split([b for b, count in programs if count > 1], errors, gather)
+    known = {bucket: (OFF, strategy) for bucket, strategy in programs if strategy != OFF}
+    left, reasons = _without_failed(known | trying, failed, gather)
+    for bucket, strategies in left.items():
+        if bucket in known and strategies == (OFF,):
+            decisions[bucket] = Decision(OFF, reasons[bucket], {})
 
     buffers = runner.allocate()
-    timed = [bucket for bucket in timed if bucket not in decisions]
-    errors = {bucket: error for bucket in timed if (error := _too_large(runner, bucket))}
-    decisions |= _not_split(timed, errors, gather)
+    trying = {bucket: left[bucket] for bucket in trying}
+    failed = {key: error for key in _programs(trying) if (error := _too_large(runner, *key))}
+    trying, more = _without_failed(trying, failed, gather)
+    reasons |= more
 
-    timed = [bucket for bucket in timed if bucket not in decisions]
     trials: dict[Bucket, Trial] = {}
-    for bucket in timed:
-        trials[bucket], buffers = time_programs(runner, bucket, buffers, timer or wall_clock)
-    errors = {bucket: trial.error for bucket, trial in trials.items() if trial.error is not None}
-    decisions |= _not_split(timed, errors, gather)
-    timed = [bucket for bucket in timed if bucket not in decisions]
-    # What is in doubt is not kept: the next start times it anew.
-    seconds = {b: trials[b].seconds for b in timed if _doubt(trials[b]) is None}
-    measured = _compare(runner, timed, seconds, gather, "now")
-    decisions |= measured
-    for bucket in timed:
-        if bucket not in measured:
-            reason = _doubt(trials[bucket]) or "the first process's times are in doubt"
-            decisions[bucket] = Decision(1, reason, {})
+    for bucket, strategies in trying.items():
+        if len(strategies) > 1:
+            trials[bucket], buffers = time_programs(
+                runner, bucket, strategies, buffers, timer or wall_clock
+            )
+    failed = {(b, one): error for b, of in trials.items() for one, error in of.errors.items()}
+    trying, more = _without_failed(trying, failed, gather)
+    reasons |= more
+    timed = [bucket for bucket, strategies in trying.items() if len(strategies) > 1]
+    clear = {bucket: _clear(trials[bucket]) for bucket in timed}
+    measured = _compare(runner, timed, clear, gather, "now", whole=False)
+    for bucket in trying:
+        if bucket in measured:
+            decisions[bucket] = measured[bucket]
+        else:
+            doubt = _doubt(trials[bucket]) if bucket in trials else None
+            reason = reasons.get(bucket) or doubt or "the first process's times are in doubt"
+            decisions[bucket] = Decision(OFF, reason, {})
 
     for bucket, decision in decisions.items():
-        logger.debug("%s: %d micro-batch(es): %s", bucket, decision.micro_batches, decision.reason)
-        runner.choose(bucket, decision.micro_batches)
-        if bucket in measured and folder is not None and jax.process_index() == 0:
+        logger.debug("%s: %s: %s", bucket, decision.strategy, decision.reason)
+        runner.choose(bucket, decision.strategy)
+        # What is in doubt, or failed, is not kept: the next start times it anew.
+        whole = set(decision.seconds) == set(runner.candidates(bucket))
+        if bucket in measured and whole and folder is not None and jax.process_index() == 0:
             write_decision(folder, decision_key(runner, bucket), decision.seconds)
     runner.compile_all(buckets)  # a stored decision whose program failed has become another one
     return {bucket: decisions[bucket] for bucket in buckets}, buffers
 
 
 def reason_against(runner: ModelRunner, bucket: Bucket, *, on_cpu: bool = False) -> str | None:
-    """Why splitting this bucket cannot pay, from what is known without timing; None if it may.
+    """Why overlapping in this bucket cannot pay, from what is known without timing; None if it may.
 
     Args:
         runner: knows the mesh and what is communicated.
         bucket: one of its buckets.
         on_cpu: consider it on CPU too.
     """
-    if len(runner.overlap.candidates(bucket.tokens)) == 1:
+    if len(runner.candidates(bucket)) == 1:
         return f"it has fewer tokens a device than min_tokens, {runner.overlap.min_tokens}"
     if not runner.communicates:
         return "there is no communication between devices to overlap with"
@@ -162,89 +185,132 @@ def reason_against(runner: ModelRunner, bucket: Bucket, *, on_cpu: bool = False)
 
 def _read_all(
     runner: ModelRunner, buckets: Sequence[Bucket], folder: Path
-) -> dict[Bucket, dict[int, float]]:
+) -> dict[Bucket, dict[Strategy, float]]:
     """The seconds on disk, of those buckets that have them; only process 0 looks."""
     if jax.process_index() != 0:
         return {}
     found = {}
     for bucket in buckets:
-        candidates = runner.overlap.candidates(bucket.tokens)
-        seconds = read_decision(folder, decision_key(runner, bucket), candidates)
+        key = decision_key(runner, bucket)
+        seconds = read_decision(folder, key, runner.candidates(bucket))
         if seconds is not None:
             found[bucket] = seconds
     return found
 
 
-def _too_large(runner: ModelRunner, bucket: Bucket) -> str | None:
-    """Why there is no memory for the split program of a bucket, as far as its device tells.
+def _programs(strategies: Mapping[Bucket, tuple[Strategy, ...]]) -> list[Program]:
+    return [(bucket, strategy) for bucket, of in strategies.items() for strategy in of]
+
+
+def _without_failed(
+    strategies: Mapping[Bucket, tuple[Strategy, ...]],
+    failed: Mapping[Program, jax.errors.JaxRuntimeError | str],
+    gather: Gather,
+) -> tuple[dict[Bucket, tuple[Strategy, ...]], dict[Bucket, str]]:
+    """What is left of `strategies` where those are taken out that failed on any process.
+
+    Also why, for those buckets of which something was taken out.
+    """
+    programs = [key for key in _programs(strategies) if key[1] != OFF]
+    if not programs:
+        return dict(strategies), {}
+    flags = gather(np.array([key in failed for key in programs], np.float64))
+    out = {key for key, of in zip(programs, flags.T, strict=True) if of.any()}
+    reasons: dict[Bucket, str] = {}
+    for bucket, strategy in programs:
+        if (bucket, strategy) in out:
+            error = failed.get((bucket, strategy), "on another process")
+            text = f"the program {strategy} failed: {str(error).partition(chr(10))[0]}"
+            reasons[bucket] = f"{reasons[bucket]}; {text}" if bucket in reasons else text
+    left = {b: tuple(s for s in of if (b, s) not in out) for b, of in strategies.items()}
+    return left, reasons
+
+
+def _too_large(runner: ModelRunner, bucket: Bucket, strategy: Strategy) -> str | None:
+    """Why there is no memory for a program that overlaps, as far as its device tells.
 
     Asked before it runs: where it failed on one process only, the others would wait in it.
     """
     free = free_memory(runner.mesh)
-    if free is None:
+    if free is None or strategy == OFF:
         return None
-    split = runner.compile(bucket, max(runner.overlap.candidates(bucket.tokens)))
-    analysis = split.memory_analysis()
+    analysis = runner.compile(bucket, strategy).memory_analysis()
     if analysis is None or analysis.temp_size_in_bytes <= free:
         return None
     return f"it needs {analysis.temp_size_in_bytes} bytes, and {free} are free"
 
 
+def _noisy(trial: Trial) -> list[Strategy]:
+    """Strategies whose gain is in doubt, as they did not win nearly all rounds; the best first."""
+    plain = trial.seconds[OFF]
+    faster = [s for s in trial.seconds if s != OFF and trial.seconds[s] < (1 - MARGIN) * plain]
+    noisy = [strategy for strategy in faster if trial.wins[strategy] < ROUNDS - 1]
+    return sorted(noisy, key=lambda strategy: trial.seconds[strategy])
+
+
+def _taken(trial: Trial) -> bool:
+    return all(math.isfinite(value) and value > 0 for value in trial.seconds.values())
+
+
+def _clear(trial: Trial) -> dict[Strategy, float]:
+    """The seconds of a trial without those that decide nothing."""
+    if not _taken(trial):
+        return {}
+    noisy = _noisy(trial)
+    clear = {one: value for one, value in trial.seconds.items() if one not in noisy}
+    return clear if len(clear) > 1 else {}
+
+
 def _doubt(trial: Trial) -> str | None:
     """Why the times of a trial decide nothing; None if they do."""
-    if not all(math.isfinite(value) and value > 0 for value in trial.seconds.values()):
+    if not _taken(trial):
         return "no time could be taken"
-    if chosen(trial.seconds) > 1 and trial.wins < ROUNDS - 1:
-        return f"noise: splitting was faster in {trial.wins} of {ROUNDS} rounds only"
+    for strategy in _noisy(trial)[:1]:
+        return f"noise: {strategy} was faster in {trial.wins[strategy]} of {ROUNDS} rounds only"
     return None
 
 
 def _compare(
     runner: ModelRunner,
     buckets: Sequence[Bucket],
-    seconds: Mapping[Bucket, Mapping[int, float]],
+    seconds: Mapping[Bucket, Mapping[Strategy, float]],
     gather: Gather,
     when: str,
+    whole: bool = True,
 ) -> dict[Bucket, Decision]:
-    """Decisions from the seconds of process 0, for those of `buckets` that it has all of."""
+    """Decisions from the seconds of process 0, for those of `buckets` that it has.
+
+    With `whole` it must have those of all candidates, else those of two, the plain step among them.
+    """
     if not buckets:
         return {}
-    counts = {bucket: runner.overlap.candidates(bucket.tokens) for bucket in buckets}
-    mine = [[seconds.get(b, {}).get(count, np.nan) for count in counts[b]] for b in buckets]
-    rows = gather(np.array(mine, np.float64))[0].tolist()
+    candidates = {bucket: runner.candidates(bucket) for bucket in buckets}
+    most = max(len(of) for of in candidates.values())
+    mine = np.full((len(buckets), most), np.nan)
+    for row, bucket in zip(mine, buckets, strict=True):
+        of = [seconds.get(bucket, {}).get(strategy, np.nan) for strategy in candidates[bucket]]
+        row[: len(of)] = of
     decisions = {}
-    for bucket, row in zip(buckets, rows, strict=True):
-        if all(math.isfinite(value) and value > 0 for value in row):
-            times = dict(zip(counts[bucket], row, strict=True))
+    for bucket, values in zip(buckets, gather(mine)[0].tolist(), strict=True):
+        found = zip(candidates[bucket], values, strict=False)
+        times = {one: value for one, value in found if math.isfinite(value) and value > 0}
+        enough = len(times) == len(candidates[bucket]) if whole else len(times) > 1
+        if enough and OFF in times:
             decisions[bucket] = Decision(chosen(times), _explain(times, when), times)
     return decisions
 
 
-def _not_split(
-    buckets: Sequence[Bucket],
-    errors: Mapping[Bucket, jax.errors.JaxRuntimeError | str],
-    gather: Gather,
-) -> dict[Bucket, Decision]:
-    """Decisions not to split those of `buckets` whose split program failed on any process."""
-    if not buckets:
-        return {}
-    flags = gather(np.array([bucket in errors for bucket in buckets], np.float64))
-    decisions = {}
-    for bucket, failed in zip(buckets, flags.T, strict=True):
-        if failed.any():
-            error = str(errors.get(bucket, "on another process")).partition("\n")[0]
-            decisions[bucket] = Decision(1, f"the split program failed: {error}", {})
-    return decisions
-
-
-def _explain(seconds: Mapping[int, float], when: str) -> str:
+def _explain(seconds: Mapping[Strategy, float], when: str) -> str:
     """By how much the candidates differ, in words."""
-    (_, whole), (count, split) = sorted(seconds.items())
-    change = split / whole - 1
-    differs = f"{abs(change):.1%} {'less' if change < 0 else 'more'}" if change else "the same time"
-    if -MARGIN <= change < 0:
-        differs += f", within the margin of {MARGIN:.0%}"
-    return (
-        f"measured {when}: {count} micro-batches take {split * 1e3:.3f} ms, "
-        f"one takes {whole * 1e3:.3f} ms ({differs})"
-    )
+    plain = seconds[OFF]
+    parts = []
+    for strategy, value in seconds.items():
+        if strategy == OFF:
+            continue
+        change = value / plain - 1
+        differs = f"{abs(change):.1%} {'less' if change < 0 else 'more'}"
+        differs = differs if change else "the same time"
+        if -MARGIN <= change < 0:
+            differs += f", within the margin of {MARGIN:.0%}"
+        parts.append(f"{strategy} takes {value * 1e3:.3f} ms ({differs})")
+    return f"measured {when}: off takes {plain * 1e3:.3f} ms, {', '.join(parts)}"

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import jaxlib
 
 from tbo_jax.models import architecture
+from tbo_jax.overlap.config import Strategy
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket
 
 logger = logging.getLogger(__name__)
 
-# A share. Splitting takes more memory, and what is timed is not quite what will run: a gain within
+# A share. Overlapping takes more memory, and what is timed is not quite what will run: a gain within
 # that is none.
 MARGIN = 0.03
 
@@ -53,24 +54,25 @@ def decision_key(runner: ModelRunner, bucket: Bucket) -> dict[str, Any]:
         "scanned": runner.scanned,
         "logits": runner.logits,
         "inputs": asdict(runner.inputs),
-        "num_micro_batches": runner.overlap.num_micro_batches,
         "compiler_options": {
-            count: runner.compiler_options(count)
-            for count in runner.overlap.candidates(bucket.tokens)
+            str(strategy): runner.compiler_options(strategy)
+            for strategy in runner.candidates(bucket)
         },
     }
     return json.loads(json.dumps(key, default=_plain))
 
 
-def chosen(seconds: Mapping[int, float]) -> int:
-    """The number of micro-batches to run: more than one only where they take `MARGIN` less time."""
-    least = min(seconds)
-    return min(seconds, key=lambda n: (seconds[n] / (1 if n == least else 1 - MARGIN), n))
+def chosen(seconds: Mapping[Strategy, float]) -> Strategy:
+    """The strategy to run: one that overlaps only where it takes `MARGIN` less time than the plain.
+
+    Of those the fastest; at a tie the one that is first.
+    """
+    return min(seconds, key=lambda one: seconds[one] / (1 - MARGIN if one.overlaps else 1))
 
 
 def read_decision(
-    folder: Path, key: Mapping[str, Any], candidates: tuple[int, ...]
-) -> dict[int, float] | None:
+    folder: Path, key: Mapping[str, Any], candidates: tuple[Strategy, ...]
+) -> dict[Strategy, float] | None:
     """The seconds of each candidate that `write_decision` kept under `key`.
 
     None if there is no such file. One that cannot be read, or that says something else than a
@@ -81,11 +83,11 @@ def read_decision(
         stored = json.loads(path.read_text("utf-8"))
         if stored["key"] != key:
             raise ValueError("its key is another one")
-        seconds = {count: float(stored["seconds"][str(count)]) for count in candidates}
+        seconds = {one: float(stored["seconds"][str(one)]) for one in candidates}
         if not all(math.isfinite(value) and value > 0 for value in seconds.values()):
             raise ValueError(f"seconds {stored['seconds']} are not positive")
-        if stored["micro_batches"] != chosen(seconds):
-            raise ValueError(f"micro_batches {stored['micro_batches']} does not follow from them")
+        if stored["strategy"] != str(chosen(seconds)):
+            raise ValueError(f"strategy {stored['strategy']} does not follow from them")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -94,11 +96,11 @@ def read_decision(
     return seconds
 
 
-def write_decision(folder: Path, key: Mapping[str, Any], seconds: Mapping[int, float]) -> None:
+def write_decision(folder: Path, key: Mapping[str, Any], seconds: Mapping[Strategy, float]) -> None:
     """Keep the seconds of each candidate under `key`; a warning if the file cannot be written."""
     path = _path(folder, key)
-    times = {str(count): value for count, value in seconds.items()}
-    content = {"micro_batches": chosen(seconds), "seconds": times, "key": key}
+    times = {str(strategy): value for strategy, value in seconds.items()}
+    content = {"strategy": str(chosen(seconds)), "seconds": times, "key": key}
     # Under another name first, so that no reader meets half a file.
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -13,12 +13,13 @@ import numpy as np
 
 from tbo_jax.attention.buffers import AttentionBuffers
 from tbo_jax.overlap.batch import ForwardBatch, stack_batches
+from tbo_jax.overlap.config import OFF, Strategy
 from tbo_jax.parallel.sharding import num_ranks
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket, CacheConfig
 
-# bucket, number of micro-batches, one step of that program until its results are there -> seconds
-Timer = Callable[[Bucket, int, Callable[[], None]], float]
+# bucket, strategy, one step of that program until its results are there -> seconds
+Timer = Callable[[Bucket, Strategy, Callable[[], None]], float]
 ROUNDS = 7  # timed runs of each program, after one that is not
 # Tokens of prompts and contexts that are timed: short, median and long ones of a chat. Half of what
 # the cache can hold, thousands of pages in a long-context model, is what few requests have.
@@ -29,12 +30,14 @@ TYPICAL = (256, 1024, 4096)
 class Trial:
     """What timing the programs of a bucket gave."""
 
-    seconds: Mapping[int, float]  # of a step, by number of micro-batches; empty after an error
-    error: jax.errors.JaxRuntimeError | None = None
-    wins: int = 0  # rounds of `ROUNDS` in which the split program was the faster one
+    seconds: Mapping[Strategy, float]  # of a step
+    # Of those that failed. Their programs have no seconds.
+    errors: Mapping[Strategy, jax.errors.JaxRuntimeError] = field(default_factory=dict)
+    # Rounds of `ROUNDS` in which a program was faster than the plain one.
+    wins: Mapping[Strategy, int] = field(default_factory=dict)
 
 
-def wall_clock(bucket: Bucket, micro_batches: int, run: Callable[[], None]) -> float:
+def wall_clock(bucket: Bucket, strategy: Strategy, run: Callable[[], None]) -> float:
     """Seconds that `run` takes."""
     start = time.perf_counter()
     run()
@@ -42,55 +45,75 @@ def wall_clock(bucket: Bucket, micro_batches: int, run: Callable[[], None]) -> f
 
 
 def time_programs(
-    runner: ModelRunner, bucket: Bucket, buffers: AttentionBuffers, timer: Timer = wall_clock
+    runner: ModelRunner,
+    bucket: Bucket,
+    strategies: Sequence[Strategy],
+    buffers: AttentionBuffers,
+    timer: Timer = wall_clock,
 ) -> tuple[Trial, AttentionBuffers]:
-    """Time the whole and the split program of a bucket, in turn; medians.
+    """Time programs of a bucket, in turn; medians.
 
     Args:
-        runner: has compiled both.
-        bucket: with two candidates.
+        runner: has compiled them.
+        bucket: of the steps.
+        strategies: the plain one first.
         buffers: donated to the steps; the pages then hold what these wrote.
         timer: takes the time of one step.
 
     Returns:
-        The trial, and the buffers. When the split program fails, for want of memory say, the trial
-        has its error and the buffers are new ones.
+        The trial, and the buffers. A program that fails, for want of memory say, has its error in
+        the trial and no time; the others are timed without it, and the buffers are new ones.
 
     Raises:
-        jax.errors.JaxRuntimeError: the whole program fails at once: nothing could run. Or there are
-            several processes, and any program fails.
+        jax.errors.JaxRuntimeError: the plain program fails: nothing could run. Or there are several
+            processes, and any program fails.
     """
     vocabulary, ranks = runner.config.vocab_size, num_ranks(runner.mesh)
     batch = full_batch(bucket, runner.cache, vocabulary, ranks)  # on the host, as the engine's are
 
-    def run(count: int) -> None:
+    def run(strategy: Strategy) -> None:
         nonlocal buffers
-        logits, buffers = runner.step(bucket, buffers, batch, count)
+        logits, buffers = runner.step(bucket, buffers, batch, strategy)
         jax.block_until_ready((logits, buffers))
 
-    whole, split = runner.overlap.candidates(bucket.tokens)
-    run(whole)
-    times: dict[int, list[float]] = {whole: [], split: []}
-    try:
-        run(split)
-        for turn in range(ROUNDS):
-            # Each goes first as often as the other, so that a drift of the clock rate hits both.
-            for count in (whole, split) if turn % 2 == 0 else (split, whole):
-                times[count].append(timer(bucket, count, partial(run, count)))
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() > 1:
-            # The others may be in a collective of the step, and wait for this process. Its end is
-            # what they are told.
-            raise
-        # What the failed step returned, or was given, may be unusable without being deleted; and
-        # there may be no memory for another set beside it.
-        for leaf in jax.tree.leaves(buffers):
-            if not leaf.is_deleted():
-                leaf.delete()
-        return Trial({}, error), runner.allocate()
-    medians = {count: statistics.median(of) for count, of in times.items()}
-    wins = sum(b < a for a, b in zip(times[whole], times[split], strict=True))
-    return Trial(medians, wins=wins), buffers
+    errors: dict[Strategy, jax.errors.JaxRuntimeError] = {}
+    times: dict[Strategy, list[float]] = {strategy: [] for strategy in strategies}
+
+    def attempt(strategy: Strategy, work: Callable[[], None]) -> None:
+        nonlocal buffers
+        if strategy in errors:
+            return
+        try:
+            work()
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() > 1 or strategy == OFF:
+                # The others may be in a collective of the step, and wait for this process. Its end
+                # is what they are told.
+                raise
+            # What the failed step returned, or was given, may be unusable without being deleted;
+            # and there may be no memory for another set beside it.
+            for leaf in jax.tree.leaves(buffers):
+                if not leaf.is_deleted():
+                    leaf.delete()
+            errors[strategy] = error
+            buffers = runner.allocate()
+
+    def measure(strategy: Strategy) -> None:
+        times[strategy].append(timer(bucket, strategy, partial(run, strategy)))
+
+    for strategy in strategies:
+        attempt(strategy, partial(run, strategy))
+    for turn in range(ROUNDS):
+        # Each goes first as often as the others, so that a drift of the clock rate hits all.
+        for strategy in strategies if turn % 2 == 0 else reversed(strategies):
+            attempt(strategy, partial(measure, strategy))
+    timed = [strategy for strategy in strategies if strategy not in errors]
+    medians = {strategy: statistics.median(times[strategy]) for strategy in timed}
+    wins = {
+        strategy: sum(b < a for a, b in zip(times[strategies[0]], times[strategy], strict=True))
+        for strategy in timed
+    }
+    return Trial(medians, errors, wins), buffers
 
 
 def full_batch(bucket: Bucket, cache: CacheConfig, vocab_size: int, num_ranks: int) -> ForwardBatch:

@@ -3,6 +3,7 @@
 from tbo_jax.parallel.exchange.all_gather import AllGather
 from tbo_jax.parallel.exchange.all_to_all import PaddedAllToAll
 from tbo_jax.parallel.exchange.base import Exchange, check_divisible
+from tbo_jax.parallel.exchange.chunks import in_chunks
 from tbo_jax.parallel.exchange.local import LocalExchange
 from tbo_jax.parallel.exchange.message import DispatchDtype
 from tbo_jax.parallel.exchange.ragged import RaggedAllToAll
@@ -20,5 +21,6 @@ __all__ = [
     "Transport",
     "TwoLevel",
     "check_divisible",
+    "in_chunks",
     "make_exchange",
 ]

@@ -13,6 +13,10 @@ from tbo_jax.parallel.exchange.base import ShardedExchange
 class AllGather(ShardedExchange):
     """Every token to every device by all-gather; the partial sums back by reduce-scatter."""
 
+    @property
+    def destinations(self):
+        return 1
+
     def pack(self, hidden, experts, weights, arrived=None):
         return self.form.join(hidden, experts, weights), None
 

@@ -16,6 +16,8 @@ class Exchange(Protocol):
     # Whether rows are sent as routed, their number told in a collective of its own.
     sizes_are_data: ClassVar[bool] = False
 
+    chunks: int = 1  # messages each way; with several see `chunks.py`
+
     def pack(self, hidden, experts, weights, arrived=None) -> tuple[Any, Any]:
         """[T, D], [T, K] int32 global ids (negative: no expert), [T, K] -> message, places.
 
@@ -38,6 +40,16 @@ class Exchange(Protocol):
     def unpack_results(self, returned: Any, places: Any) -> jax.Array:
         """returned, places -> [T, D]."""
 
+    def take_in(self, received: Any, places: Any, kept: Any) -> tuple[Any, Any, Any, Any]:
+        """`unpack` of a chunk, with what `pack` gave and the chunk before left; what it leaves."""
+        return *self.unpack(received), None
+
+    def give_back(
+        self, results: jax.Array, received: Any, places: Any, kept: Any
+    ) -> tuple[Any, Any]:
+        """`pack_results` of a chunk, which takes what `take_in` kept; and what the next needs."""
+        return self.pack_results(results, received), None
+
     def link_bytes(self, tokens: int, hidden_size: int, dtype: Any) -> int:
         """Bytes that a device sends to others for T = `tokens`, both ways; at most, if ragged."""
 
@@ -53,9 +65,18 @@ class ShardedExchange(Exchange):
     form: MessageFormat
     platform: str  # of the devices
 
+    @property
+    def destinations(self) -> int:
+        """To how many places a device sends: devices, or nodes, or one that is all devices."""
+        return self.num_devices
+
+    def local(self, experts: jax.Array) -> jax.Array:
+        """Global expert ids -> index among this device's experts; outside [0, E) when not here."""
+        return local_experts(experts, self.axis, self.experts_per_device)
+
     def unpack(self, received):
         hidden, experts, weights = self.form.part(received.reshape(-1, received.shape[-1]))
-        return hidden, local_experts(experts, self.axis, self.experts_per_device), weights
+        return hidden, self.local(experts), weights
 
     def link_bytes(self, tokens, hidden_size, dtype):
         rows = (self.num_devices - 1) * tokens  # each token once to every other device

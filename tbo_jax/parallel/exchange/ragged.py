@@ -18,8 +18,10 @@ hidden without that order and 94 % with it, modelled for 8 H100.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,6 @@ import jax.numpy as jnp
 from tbo_jax.parallel.exchange.base import ShardedExchange
 from tbo_jax.parallel.exchange.message import (
     Placement,
-    local_experts,
     rows_at,
     sum_returned,
     take,
@@ -45,14 +46,26 @@ class RaggedAllToAll(ShardedExchange):
     sizes_are_data = True
 
     def pack(self, hidden, experts, weights, arrived=None):
-        placement = Placement.of(experts, self.num_devices, self.experts_per_device)
-        offset = _before(placement.count)
-        sizes = jnp.stack([placement.count, offset], 1)
+        placement = self.placement(experts)
+        (told,) = self.tell([placement], arrived)
+        return self.packed(hidden, experts, weights, placement, told)
+
+    def placement(self, experts: jax.Array) -> Placement:
+        """Which tokens go where, of global ids [T, K]."""
+        return Placement.of(experts, self.num_devices, self.experts_per_device)
+
+    def tell(self, placements: Sequence[Placement], arrived: Any) -> list[jax.Array]:
+        """Tell all devices the sizes of some messages, and hear theirs: [R, 2] of each message."""
+        sizes = jnp.stack([jnp.stack([p.count, _before(p.count)], 1) for p in placements], 1)
         if arrived is not None:  # stopped: there is no gradient of an order
             sizes, _ = jax.lax.optimization_barrier((sizes, jax.lax.stop_gradient(arrived)))
         told = jax.lax.all_to_all(sizes, self.axis, 0, 0)
+        return [told[:, number] for number in range(len(placements))]
+
+    def packed(self, hidden, experts, weights, placement: Placement, told: jax.Array):
+        """The message, and the places of its rows, once its sizes are told."""
         rows = hidden.shape[0] * min(self.num_devices, self.form.top_k)
-        places = placement.places(offset, rows)
+        places = placement.places(_before(placement.count), rows)
         index = rows_at(places, rows)
         packed = take(hidden, index), take(experts, index, -1), take(weights, index)
         return (self.form.join(*packed), placement.count, told), places
@@ -78,7 +91,7 @@ class RaggedAllToAll(ShardedExchange):
         row = jnp.arange(message.shape[0] // self.num_devices, dtype=jnp.int32)
         arrived = (row < told[:, :1]).reshape(-1, 1)
         experts = jnp.where(arrived, experts, -1)
-        return hidden, local_experts(experts, self.axis, self.experts_per_device), weights
+        return hidden, self.local(experts), weights
 
     def pack_results(self, results, received):
         return results, *received[1:]
@@ -105,9 +118,18 @@ class RaggedAllToAll(ShardedExchange):
         return min(self.num_devices - 1, self.form.top_k) * tokens * row + told
 
 
-def expected_destinations(num_devices: int, num_experts: int, top_k: int) -> float:
-    """To how many *other* devices a token goes, if its K experts are drawn evenly of all E."""
-    elsewhere = comb(num_experts - num_experts // num_devices, top_k) / comb(num_experts, top_k)
+def expected_destinations(num_devices: int, num_experts: int, top_k: int, chunks: int = 1) -> float:
+    """To how many *other* devices a token goes, if its K experts are drawn evenly of all E.
+
+    In one of several chunks, where it goes to those of one group of their experts only.
+    """
+    here = num_experts / num_devices / chunks  # not whole where groups differ in size
+    sizes = math.floor(here), math.ceil(here)
+    share = here - sizes[0]
+    elsewhere = sum(
+        part * math.comb(num_experts - size, top_k) / math.comb(num_experts, top_k)
+        for part, size in zip((1 - share, share), sizes, strict=True)
+    )
     return (num_devices - 1) * (1 - elsewhere)
 
 

@@ -40,6 +40,10 @@ class TwoLevel(ShardedExchange):
                 f"{self.axis}"
             )
 
+    @property
+    def destinations(self):
+        return self.num_nodes
+
     def pack(self, hidden, experts, weights, arrived=None):
         tokens, nodes = hidden.shape[0], self.num_nodes
         start = tokens * jnp.arange(nodes, dtype=jnp.int32)

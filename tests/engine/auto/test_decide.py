@@ -22,6 +22,7 @@ from tbo_jax.checkpoint.load import load_model
 from tbo_jax.engine.auto import decide as decide_module
 from tbo_jax.engine.auto.decide import decide
 from tbo_jax.engine.auto.trial import ROUNDS, TYPICAL, full_batch
+from tbo_jax.overlap.config import Strategy
 from tbo_jax.parallel.sharding import make_mesh
 from tests.golden_cases import Golden
 
@@ -40,7 +41,7 @@ class StandIn(ModelRunner):
     """Its programs compute nothing, so that many decisions take no time; the rest is real."""
 
     def __init__(self, name="qwen3_moe", devices=2, cache=CACHE, **options):
-        options = {"overlap": OverlapConfig("auto")} | options
+        options = {"overlap": OverlapConfig("auto", strategy="micro_batches")} | options
         super().__init__(model(name, devices), cache, mesh=make_mesh(devices), **options)
         self.made, self.ran = [], []
         self.not_compiling, self.not_running = set(), set()
@@ -68,16 +69,17 @@ class StandIn(ModelRunner):
 
 
 def table(times):
-    """A timer that runs the step and gives the time in `times[bucket][count]`."""
+    """A timer that runs the step and gives the time in `times[bucket][strategy]`."""
 
-    def timer(bucket, count, run):
+    def timer(bucket, strategy, run):
         run()
-        return times[bucket][count]
+        return times[bucket][strategy]
 
     return timer
 
 
-SPLIT_WINS, WHOLE_WINS, TIE = {1: 2.0, 2: 1.5}, {1: 1.5, 2: 2.0}, {1: 1.0, 2: 1.0}
+OFF, SPLIT, CHUNKS = Strategy(), Strategy(micro_batches=2), Strategy(expert_chunks=2)
+SPLIT_WINS, WHOLE_WINS, TIE = {OFF: 2.0, SPLIT: 1.5}, {OFF: 1.5, SPLIT: 2.0}, {OFF: 1.0, SPLIT: 1.0}
 MIXED = table({DECODE: WHOLE_WINS, PREFILL: SPLIT_WINS})
 
 
@@ -89,13 +91,13 @@ def decide_with(runner, timer=MIXED, **options):
     decisions, buffers = decide(runner, BUCKETS, timer=timer, **options)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(buffers))
     for bucket, decision in decisions.items():
-        assert runner.micro_batches(bucket) == decision.micro_batches
-    assert set(runner._compiled) == {(b, runner.micro_batches(b)) for b in BUCKETS}
+        assert runner.strategy(bucket) == decision.strategy
+    assert set(runner._compiled) == {(b, runner.strategy(b)) for b in BUCKETS}
     return decisions
 
 
 def counts(decisions):
-    return [decisions[bucket].micro_batches for bucket in BUCKETS]
+    return [decisions[bucket].strategy.micro_batches for bucket in BUCKETS]
 
 
 @pytest.fixture
@@ -122,13 +124,15 @@ def test_split_exactly_where_it_is_faster(decode, prefill):
     times = {DECODE: decode, PREFILL: prefill}
     decisions = decide_with(runner, table(times))
     for bucket in BUCKETS:
-        assert decisions[bucket].micro_batches == (2 if times[bucket] == SPLIT_WINS else 1)
+        assert decisions[bucket].strategy.micro_batches == (2 if times[bucket] == SPLIT_WINS else 1)
         assert decisions[bucket].seconds == times[bucket]
 
 
 @pytest.mark.parametrize(("split", "count"), [(1.98, 1), (1.94001, 1), (1.93, 2)])
 def test_a_gain_within_the_margin_is_none(split, count):
-    decisions = decide_with(StandIn(), table({bucket: {1: 2.0, 2: split} for bucket in BUCKETS}))
+    decisions = decide_with(
+        StandIn(), table({bucket: {OFF: 2.0, SPLIT: split} for bucket in BUCKETS})
+    )
     assert counts(decisions) == [count] * 2
     assert ("within the margin of 3%" in decisions[DECODE].reason) == (count == 1)
 
@@ -140,9 +144,9 @@ def test_rounds_that_disagree_are_noise_and_not_kept(cache_folder, wins, count):
     decisions = decide(
         StandIn(),
         [DECODE],
-        timer=lambda bucket, n, run: 2.0 if n == 1 else next(split),
+        timer=lambda bucket, n, run: 2.0 if n == OFF else next(split),
     )[0]
-    assert decisions[DECODE].micro_batches == count
+    assert decisions[DECODE].strategy.micro_batches == count
     assert ("noise" in decisions[DECODE].reason) == (count == 1)
     assert cache_folder.exists() == (count == 2)
 
@@ -155,11 +159,11 @@ def test_a_split_program_that_has_no_memory_is_not_run(monkeypatch, temporary, c
     runner.temporary = temporary
     decisions = decide_with(runner, table(dict.fromkeys(BUCKETS, SPLIT_WINS)))
     assert counts(decisions) == [count] * 2
-    assert (DECODE, 2) in runner.made
-    assert ((DECODE, 2) in runner.ran) == (count == 2)
+    assert (DECODE, SPLIT) in runner.made
+    assert ((DECODE, SPLIT) in runner.ran) == (count == 2)
     if count == 1:
         assert decisions[DECODE].reason == (
-            "the split program failed: it needs 101 bytes, and 100 are free"
+            "the program micro_batches 2 failed: it needs 101 bytes, and 100 are free"
         )
 
 
@@ -167,7 +171,7 @@ def test_a_split_program_that_fails_on_one_of_several_processes_ends_it(monkeypa
     """The others may wait in a collective of it, and learn from its end that it will not come."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     runner = StandIn()
-    runner.not_running = {(DECODE, 2)}
+    runner.not_running = {(DECODE, SPLIT)}
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED: running"):
         decide_with(runner, gather=lambda values: np.stack([values, np.zeros_like(values)]))
 
@@ -175,17 +179,18 @@ def test_a_split_program_that_fails_on_one_of_several_processes_ends_it(monkeypa
 def test_the_median_counts_and_the_programs_take_turns():
     runner = StandIn()
     whole = iter([1.0] * 4 + [9.0] * 3)  # median 1.0, mean above 2.0
-    decisions = decide(runner, [DECODE], timer=lambda b, n, run: next(whole) if n == 1 else 2.0)[0]
-    assert decisions[DECODE].seconds == {1: 1.0, 2: 2.0}
+    timer = lambda bucket, one, run: next(whole) if one == OFF else 2.0  # noqa: E731
+    decisions = decide(runner, [DECODE], timer=timer)[0]
+    assert decisions[DECODE].seconds == {OFF: 1.0, SPLIT: 2.0}
     runner = StandIn()
     decide_with(runner)
     of_decode = [count for bucket, count in runner.ran if bucket == DECODE]
-    assert of_decode[:6] == [1, 2, 1, 2, 2, 1]
+    assert of_decode[:6] == [OFF, SPLIT, OFF, SPLIT, SPLIT, OFF]
     assert len(of_decode) == 2 * (ROUNDS + 1)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), 0.0, -1.0])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [OFF, SPLIT], ids=str)
 def test_a_time_that_is_none_decides_nothing(cache_folder, count, broken):
     """Of either program; the other bucket is decided as ever, and the first is timed again."""
     times = table({DECODE: SPLIT_WINS | {count: broken}, PREFILL: SPLIT_WINS})
@@ -200,11 +205,11 @@ def test_the_reason_and_the_log_say_by_how_much(caplog):
     caplog.set_level(logging.DEBUG, "tbo_jax")
     decisions = decide_with(StandIn(), table({DECODE: TIE, PREFILL: SPLIT_WINS}))
     assert decisions[PREFILL].reason == (
-        "measured now: 2 micro-batches take 1500.000 ms, one takes 2000.000 ms (25.0% less)"
+        "measured now: off takes 2000.000 ms, micro_batches 2 takes 1500.000 ms (25.0% less)"
     )
     assert "(the same time)" in decisions[DECODE].reason
     assert [r.getMessage() for r in caplog.records if r.name == "tbo_jax.engine.auto.decide"] == [
-        f"{b}: {d.micro_batches} micro-batch(es): {d.reason}" for b, d in decisions.items()
+        f"{b}: {d.strategy}: {d.reason}" for b, d in decisions.items()
     ]
 
 
@@ -220,17 +225,17 @@ def test_the_reason_and_the_log_say_by_how_much(caplog):
 def test_nothing_is_timed_or_compiled_where_splitting_cannot_pay(options, timer, reason, caplog):
     runner = StandIn(**options)
     decisions = decide_with(runner, timer)
-    assert runner.made == [(DECODE, 1), (PREFILL, 1)]
+    assert runner.made == [(DECODE, OFF), (PREFILL, OFF)]
     assert runner.ran == []
     for decision in decisions.values():
-        assert (decision.micro_batches, decision.seconds) == (1, {})
+        assert (decision.strategy, decision.seconds) == (OFF, {})
         assert re.search(reason, decision.reason)
     assert not caplog.records
 
 
 def test_a_bucket_that_was_not_decided_is_not_split():
     runner = StandIn()
-    assert [runner.micro_batches(b) for b in BUCKETS] == [1, 1]
+    assert [runner.strategy(b) for b in BUCKETS] == [OFF, OFF]
     assert len(runner.allocate().work) == 2
 
 
@@ -242,8 +247,10 @@ def test_other_modes_have_nothing_to_decide(mode):
 
 
 def test_only_candidates_can_be_chosen():
-    with pytest.raises(ValueError, match=r"3 micro-batches for decode 4: expected one of \(1, 2\)"):
-        StandIn().choose(DECODE, 3)
+    with pytest.raises(
+        ValueError, match="strategy micro_batches 3 for decode 4: expected one of off, mic"
+    ):
+        StandIn().choose(DECODE, Strategy(3))
 
 
 # Failures
@@ -251,25 +258,30 @@ def test_only_candidates_can_be_chosen():
 
 def test_a_split_program_that_does_not_compile_is_not_chosen(cache_folder):
     runner = StandIn()
-    runner.not_compiling = {(PREFILL, 2)}
+    runner.not_compiling = {(PREFILL, SPLIT)}
     decisions = decide_with(runner)
     assert counts(decisions) == [1, 1]
-    assert decisions[PREFILL].reason == ("the split program failed: RESOURCE_EXHAUSTED: compiling")
+    assert decisions[PREFILL].reason == (
+        "the program micro_batches 2 failed: RESOURCE_EXHAUSTED: compiling"
+    )
     assert len(list(cache_folder.iterdir())) == 1  # it is tried again when there is more memory
 
 
 def test_a_split_program_that_does_not_run_is_not_chosen():
     runner = StandIn()
-    runner.not_running = {(DECODE, 2)}
+    runner.not_running = {(DECODE, SPLIT)}
     decisions = decide_with(runner)  # checks that the buffers are usable
     assert counts(decisions) == [1, 2]
-    assert decisions[DECODE].reason == "the split program failed: RESOURCE_EXHAUSTED: running"
+    assert (
+        decisions[DECODE].reason
+        == "the program micro_batches 2 failed: RESOURCE_EXHAUSTED: running"
+    )
 
 
 @pytest.mark.parametrize("when", ["not_compiling", "not_running"])
 def test_a_whole_program_that_fails_is_an_error(when):
     runner = StandIn()
-    setattr(runner, when, {(DECODE, 1)})
+    setattr(runner, when, {(DECODE, OFF)})
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         decide_with(runner)
 
@@ -332,7 +344,72 @@ def test_a_failure_on_one_process_is_one_on_all(call):
 
     decisions = decide_with(StandIn(), gather=gather)
     assert counts(decisions) == [1, 1]
-    assert decisions[PREFILL].reason == "the split program failed: on another process"
+    assert decisions[PREFILL].reason == "the program micro_batches 2 failed: on another process"
+
+
+# Three strategies
+
+
+def of_three(timer, **options):
+    runner = StandIn(overlap=OverlapConfig("auto"), **options)
+    return decide_with(runner, timer), runner
+
+
+@pytest.mark.parametrize(
+    ("times", "strategy"),
+    [
+        ((2.0, 1.5, 1.4), CHUNKS),
+        ((2.0, 1.4, 1.5), SPLIT),
+        ((2.0, 2.1, 1.9), CHUNKS),
+        ((2.0, 2.1, 1.96), OFF),  # within the margin
+        ((2.0, 2.0, 2.0), OFF),
+        ((2.0, 1.5, 1.5), SPLIT),
+    ],
+)
+def test_the_fastest_is_chosen_and_a_tie_keeps_off(times, strategy):
+    seconds = dict(zip((OFF, SPLIT, CHUNKS), times, strict=True))
+    decisions, runner = of_three(lambda bucket, one, run: seconds[one])
+    assert [decisions[bucket].strategy for bucket in BUCKETS] == [strategy] * 2
+    assert len(runner.made) == 6
+    told = json.loads(json.dumps(decisions[DECODE].to_json()))
+    assert told["strategy"] == str(strategy)
+    assert told["seconds"] == {str(one): value for one, value in seconds.items()}
+    assert told["gains"]["expert_chunks 2"] == pytest.approx(times[0] / times[2])
+    assert "expert_chunks 2 takes" in told["reason"]
+
+
+def test_one_that_fails_leaves_the_others(cache_folder):
+    runner = StandIn(overlap=OverlapConfig("auto"))
+    runner.not_running = {(DECODE, CHUNKS)}
+    runner.not_compiling = {(PREFILL, SPLIT)}
+    seconds = {OFF: 2.0, SPLIT: 1.5, CHUNKS: 1.0}
+    decisions = decide_with(runner, lambda bucket, one, run: run() or seconds[one])
+    assert [decisions[bucket].strategy for bucket in BUCKETS] == [SPLIT, CHUNKS]
+    assert decisions[DECODE].seconds == {OFF: 2.0, SPLIT: 1.5}
+    assert not cache_folder.exists()  # timed anew at the next start
+
+
+def test_a_noisy_one_is_left_out():
+    turns = itertools.count()
+
+    def timer(bucket, one, run):
+        return {OFF: 2.0, SPLIT: 1.8}.get(one) or (1.0 if next(turns) % 2 else 3.0)
+
+    decisions, _ = of_three(timer)
+    assert decisions[DECODE].strategy == SPLIT
+
+
+def test_chunks_are_no_candidate_without_experts_for_each():
+    runner = StandIn(devices=8, overlap=OverlapConfig("auto", num_expert_chunks=2))
+    assert runner.candidates(DECODE) == (OFF, SPLIT)  # one expert a device
+
+
+def test_three_strategies_are_kept(cache_folder):
+    seconds = {OFF: 2.0, SPLIT: 1.5, CHUNKS: 1.0}
+    of_three(lambda bucket, one, run: seconds[one])
+    decisions, runner = of_three(never)
+    assert [decisions[bucket].strategy for bucket in BUCKETS] == [CHUNKS] * 2
+    assert runner.made == [(bucket, CHUNKS) for bucket in BUCKETS]
 
 
 # On disk
@@ -346,13 +423,13 @@ def test_a_decision_is_kept(cache_folder):
     assert counts(again) == counts(first) == [1, 2]
     assert [d.seconds for d in again.values()] == [d.seconds for d in first.values()]
     assert again[PREFILL].reason == first[PREFILL].reason.replace("now", "at an earlier start")
-    assert runner.made == [(DECODE, 1), (PREFILL, 2)]  # the others are not even compiled
+    assert runner.made == [(DECODE, OFF), (PREFILL, SPLIT)]  # the others are not even compiled
 
 
 def test_a_kept_split_that_does_not_compile_any_more(cache_folder):
     decide_with(StandIn())
     runner = StandIn()
-    runner.not_compiling = {(PREFILL, 2)}
+    runner.not_compiling = {(PREFILL, SPLIT)}
     assert counts(decide_with(runner, never)) == [1, 1]
 
 
@@ -360,7 +437,7 @@ def test_a_person_can_read_it(cache_folder):
     decide_with(StandIn())
     files = {file.name: json.loads(file.read_text()) for file in cache_folder.iterdir()}
     (found,) = [f for f in files.values() if f["key"]["bucket"]["decode"]]
-    assert (found["micro_batches"], found["seconds"]) == (1, {"1": 1.5, "2": 2.0})
+    assert (found["strategy"], found["seconds"]) == ("off", {"off": 1.5, "micro_batches 2": 2.0})
     key = found["key"]
     assert key["bucket"] == {"tokens": 4, "sequences": 4, "decode": True, "drafts": 0}
     assert key["cache"] == dataclasses.asdict(CACHE)
@@ -369,14 +446,14 @@ def test_a_person_can_read_it(cache_folder):
     assert key["devices"] == {"nodes": 1, "ranks": 2, "tensor": 1}
     assert (key["model"]["model_type"], key["model"]["dtype"]) == ("qwen3_moe", "float32")
     assert (key["transport"], key["scanned"], key["logits"]) == ("all_to_all", False, "last")
-    assert key["num_micro_batches"] == 2
+    assert set(key["compiler_options"]) == {"off", "micro_batches 2"}
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"cache": dataclasses.replace(CACHE, num_pages=33)},
-        {"overlap": OverlapConfig("auto", num_micro_batches=3)},
+        {"overlap": OverlapConfig("auto", num_micro_batches=3, strategy="micro_batches")},
         {"transport": "all_gather"},
         {"logits": "all"},
         {"name": "qwen3_moe_mixed"},
@@ -387,8 +464,7 @@ def test_a_person_can_read_it(cache_folder):
 def test_another_runner_is_timed_anew(cache_folder, options):
     decide_with(StandIn())
     runner = StandIn(**options)
-    seconds = {1: 1.0, 2: 2.0, 3: 2.0}
-    decisions = decide_with(runner, lambda bucket, count, run: seconds[count])
+    decisions = decide_with(runner, lambda b, strategy, run: float(strategy.micro_batches))
     assert len(runner.made) == 4
     assert counts(decisions) == [1, 1]
 
@@ -396,15 +472,15 @@ def test_another_runner_is_timed_anew(cache_folder, options):
 def test_other_compiler_options_are_timed_anew(cache_folder):
     decide_with(StandIn())
     runner = StandIn()
-    runner.compiler_options = lambda count: {"xla_option": count}
-    assert counts(decide_with(runner, lambda b, n, run: float(n))) == [1, 1]
+    runner.compiler_options = lambda strategy: {"xla_option": str(strategy)}
+    assert counts(decide_with(runner, lambda b, one, run: float(one.micro_batches))) == [1, 1]
 
 
 @pytest.mark.parametrize("module", ["jax", "jaxlib"])
 def test_another_version_is_timed_anew(cache_folder, monkeypatch, module):
     decide_with(StandIn())
     monkeypatch.setattr(f"tbo_jax.engine.auto.store.{module}.__version__", "0.0.1")
-    assert counts(decide_with(StandIn(), lambda b, n, run: float(n))) == [1, 1]
+    assert counts(decide_with(StandIn(), lambda b, one, run: float(one.micro_batches))) == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -414,10 +490,10 @@ def test_another_version_is_timed_anew(cache_folder, monkeypatch, module):
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
         lambda text: text.replace("all_to_all", "all_gather"),  # of another key
-        lambda text: text.replace('"1": ', '"1": NaN, "0": '),
-        lambda text: text.replace('"1": ', '"1": -'),
-        lambda text: text.replace('"1": ', '"5": '),
-        lambda text: text.replace('"micro_batches": ', '"micro_batches": 7'),
+        lambda text: text.replace('"off": ', '"off": NaN, "0": '),
+        lambda text: text.replace('"off": ', '"off": -'),
+        lambda text: text.replace('"off": ', '"5": '),
+        lambda text: text.replace('"strategy": "', '"strategy": "7'),
     ],
 )
 def test_a_file_that_is_no_decision_is_passed_over(cache_folder, caplog, change):
@@ -496,7 +572,8 @@ def test_the_batch_fills_its_bucket(tokens, sequences, decode, num_pages, page_s
 
 def kjv(mode, devices, rows=1):
     return LLM(
-        KJV, devices=devices, dtype="float32", overlap=OverlapConfig(mode), compilation_cache=False,
+        KJV, devices=devices, dtype="float32", compilation_cache=False,
+        overlap=OverlapConfig(mode, strategy="micro_batches"),
         max_context=64, max_sequences=rows, max_batched_tokens=16,
         scanned=True,  # compiles sooner
     )  # fmt: skip
@@ -546,9 +623,10 @@ def test_auto_on_four_devices(expected, compilations):
 
     seen, compiled = [], []
 
-    def timer(bucket, count, run):
+    def timer(bucket, strategy, run):
         run()
         compiled.append(compilations())
+        count = strategy.micro_batches
         return float(count) if bucket.decode else 1 / count
 
     llm.engine.warm_up(lambda *done: seen.append(done), timer)
@@ -556,7 +634,7 @@ def test_auto_on_four_devices(expected, compilations):
     assert len(set(compiled)) == 1  # nothing compiles while times are taken
     decided = json.loads(json.dumps(llm.statistics["decisions"]))
     assert [d["micro_batches"] for d in decided.values()] == [1, 1, 2]
-    assert decided["prefill 16"]["seconds"] == {"1": 1.0, "2": 0.5}
+    assert decided["prefill 16"]["seconds"] == {"off": 1.0, "micro_batches 2": 0.5}
     assert runner.num_compiled == 3  # the slower ones are dropped
     assert generate(llm) == expected
     assert compilations() == compiled[0]
