@@ -10,10 +10,10 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 
 import jax
 import tyro
@@ -21,6 +21,7 @@ import tyro
 from tbo_jax.host.command import run_command
 from tbo_jax.host.progress import progress_bar
 from tbo_jax.host.quiet import silence_libraries
+from tbo_jax.overlap.config import Strategy
 from tbo_jax.parallel.exchange import Transport
 from tbo_jax.schedule.compare import (
     SCHEMA,
@@ -37,6 +38,7 @@ from tbo_jax.schedule.model_step import Phase, StepShape, inspect_model, list_pr
 from tbo_jax.schedule.page import facts_of, write_page
 from tbo_jax.schedule.profile import read_profile
 from tbo_jax.schedule.report import ScheduleReport
+from tbo_jax.schedule.strategies import print_strategies
 from tbo_jax.schedule.table import print_changes, print_report, program_name
 from tbo_jax.schedule.targets import RateKind, Target, find_target, list_targets
 from tbo_jax.schedule.trace import write_trace
@@ -46,6 +48,7 @@ SETTING = (
     "config", "phase", "tokens", "context", "remat", "loop", "weights", "transport",
     "tensor_parallel", "nodes", "rates",
 )  # fmt: skip
+CHUNKS = 2, 4  # of the experts, that --strategies compares
 UNROLLED_LAYERS = 4  # compiled unless --layers says otherwise: XLA takes seconds for each
 
 
@@ -67,6 +70,14 @@ class Arguments:
     """Training: compute the layers anew in the backward pass instead of keeping what is in them."""
     micro_batches: str = "1,2"
     """Numbers of micro-batches to compare."""
+    expert_chunks: str | None = None
+    """Numbers of expert chunks to compare beside them, such as 2,4; with --strategies all that a
+    device has experts for, of 2 and 4."""
+    strategies: bool = False
+    """Compare all ways to overlap in one table, and name the best of each step."""
+    buckets: str | None = None
+    """With --strategies: the steps, such as decode:32,decode:256,prefill:8192; default that of
+    --phase and --tokens."""
     loop: Literal["unrolled", "scanned"] = "unrolled"
     """Layers one after another in the program, or one loop over stacked layers."""
     weights: Weights = "bf16"
@@ -112,20 +123,70 @@ class Arguments:
     """Print the machines and the public shapes, and stop."""
 
 
-def counts_of(text: str) -> list[int]:
+def counts_of(text: str, option: str = "--micro-batches") -> list[int]:
     """1,2 -> [1, 2]."""
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
     if not counts or min(counts) < 1:
-        raise ValueError(f"--micro-batches {text!r}: expected numbers from 1, such as 1,2")
+        raise ValueError(f"{option} {text!r}: expected numbers from 1, such as 1,2")
     return list(dict.fromkeys(counts))
+
+
+def strategies_of(args: Arguments, experts: int) -> list[Strategy]:
+    """What to compile, for a device with so many experts.
+
+    Raises:
+        ValueError: a number is none, or there are more chunks than experts.
+    """
+    chunks = [] if args.expert_chunks is None else counts_of(args.expert_chunks, "--expert-chunks")
+    if chunks and max(chunks) > max(1, experts):
+        raise ValueError(
+            f"--expert-chunks {args.expert_chunks}: expected {experts} at most, the experts of a "
+            "device"
+        )
+    if args.strategies and args.expert_chunks is None and args.phase != "train":
+        chunks = [count for count in CHUNKS if count <= experts]
+    found = [Strategy(count) for count in counts_of(args.micro_batches)]
+    found += [Strategy(expert_chunks=count) for count in chunks]
+    return sorted(set(found), key=lambda one: (one.expert_chunks, one.micro_batches))
+
+
+def steps_of(args: Arguments) -> list[StepShape]:
+    """The steps to compare.
+
+    Raises:
+        ValueError: `buckets` is not understood, or there is nothing to compare.
+    """
+    if args.buckets is None:
+        return [StepShape(args.phase, args.tokens, args.context, args.remat)]
+    if not args.strategies:
+        raise ValueError(f"--buckets {args.buckets} needs --strategies")
+    steps = []
+    for part in args.buckets.split(","):
+        phase, _, tokens = part.partition(":")
+        if phase not in get_args(Phase) or not tokens.isdecimal():
+            known = ", ".join(get_args(Phase))
+            raise ValueError(
+                f"--buckets {part!r}: expected a phase ({known}) and tokens, such as decode:256"
+            )
+        steps.append(StepShape(cast(Phase, phase), int(tokens), args.context, args.remat))
+    if len(steps) > 1:
+        given = {"html": args.html, "plot": args.plot, "trace": args.trace, "profile": args.profile}
+        given |= {"json": args.json, "against": args.against, "dump-hlo": args.dump_hlo}
+        for option, value in given.items():
+            if value is not None:
+                raise ValueError(f"--{option} is for one step, --buckets has {len(steps)}")
+    return steps
 
 
 def run(args: Arguments) -> list[Change]:
     """Compile and report; returns what changed, with `against`."""
-    counts = counts_of(args.micro_batches)
+    steps = steps_of(args)
+    if args.buckets is not None:  # one step: what follows is of it
+        args = replace(args, phase=steps[0].phase, tokens=steps[0].tokens)
+    counts_of(args.micro_batches)
     if args.plot is not None:
         from tbo_jax.schedule.plot import check_path
 
@@ -152,24 +213,28 @@ def run(args: Arguments) -> list[Change]:
     if before is not None:
         check_settings(before.get("setting"), setting)
     config = read_shape(args.config, layers)
-    shape = StepShape(args.phase, args.tokens, args.context, args.remat)
-    reports = []
+    strategies = strategies_of(args, config.num_experts // target.num_devices)
+    reports: list[ScheduleReport] = []
     with progress_bar("compiling", not args.quiet) as update:
-        update(0, len(counts))
-        for count in counts:
-            reports.append(
-                inspect_model(
-                    config,
-                    target,
-                    shape,
-                    micro_batches=count,
-                    scanned=scanned,
-                    transport=args.transport,
-                    tensor=args.tensor_parallel,
-                    weights=args.weights,
+        update(0, len(strategies) * len(steps))
+        for shape in steps:
+            for strategy in strategies:
+                # Only where there are chunks: whoever has another `inspect_model` knows no other.
+                chunks = strategy.expert_chunks
+                reports.append(
+                    inspect_model(
+                        config,
+                        target,
+                        shape,
+                        micro_batches=strategy.micro_batches,
+                        scanned=scanned,
+                        transport=args.transport,
+                        tensor=args.tensor_parallel,
+                        weights=args.weights,
+                        **({"expert_chunks": chunks} if chunks > 1 else {}),
+                    )
                 )
-            )
-            update(len(reports), len(counts))
+                update(len(reports), len(strategies) * len(steps))
     of_each = "device" if args.tensor_parallel == 1 else "rank"
     title = (
         f"{args.config}, {layers} of {whole.num_layers} layers {args.loop}; {args.phase}"
@@ -178,11 +243,28 @@ def run(args: Arguments) -> list[Change]:
         f"{'' if args.weights == 'bf16' else f', weights in {args.weights}'}; "
         f"{target.name}, jax {jax.__version__}"
     )
-    print_report(title, reports, target, whole.num_layers - layers)
+    if args.strategies:
+        of_step = [
+            reports[at : at + len(strategies)] for at in range(0, len(reports), len(strategies))
+        ]
+        steps_title = (
+            title
+            if len(steps) == 1
+            else (
+                f"{args.config}, {layers} of {whole.num_layers} layers {args.loop}; context "
+                f"{args.context}, {args.transport}; {target.name}, jax {jax.__version__}"
+            )
+        )
+        print_strategies(steps_title, list(zip(steps, of_step, strict=True)), target,
+                         whole.num_layers - layers)  # fmt: skip
+        if len(steps) > 1:
+            return []
+    else:
+        print_report(title, reports, target, whole.num_layers - layers)
     values = as_json(title, setting, target, reports)
     measured: dict[int, MeasuredReport] = {}
     if args.profile is not None and profile is not None:
-        modelled = {r.micro_batches: r for r in reports}
+        modelled = {r.micro_batches: r for r in reports if r.expert_chunks == 1}
         texts = {count: r.hlo for count, r in modelled.items()}
         measured = measure_steps(args.profile, profile, texts)
         print_measured(measured, modelled, profile.note)
@@ -224,9 +306,8 @@ def write_files(
     measured: Mapping[int, MeasuredReport] | None = None,
 ) -> None:
     """Whatever the command line asks for beside the table; `values` are for `--json`."""
-    timelines = {program_name(r.micro_batches): r.timeline for r in reports} | timelines_of(
-        (measured or {}).values()
-    )
+    timelines = {program_name(r.micro_batches, r.expert_chunks): r.timeline for r in reports}
+    timelines |= timelines_of((measured or {}).values())
     if args.json is not None:
         args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if args.trace is not None:
@@ -242,7 +323,8 @@ def write_files(
     if args.dump_hlo is not None:
         args.dump_hlo.mkdir(parents=True, exist_ok=True)
         for r in reports:
-            name = f"{args.phase}_{args.tokens}_x{r.micro_batches}_{args.loop}.hlo"
+            of = f"chunks{r.expert_chunks}" if r.expert_chunks > 1 else f"x{r.micro_batches}"
+            name = f"{args.phase}_{args.tokens}_{of}_{args.loop}.hlo"
             (args.dump_hlo / name).write_text(r.hlo, encoding="utf-8")
 
 

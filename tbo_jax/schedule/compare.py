@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tbo_jax.host.json_files import read_json_object
+from tbo_jax.overlap.config import Strategy
 
 SCHEMA = 2  # of `--json`, described in docs/schedule.md; one more where a name or a unit changes
 TOLERANCE = 0.02
@@ -23,6 +24,7 @@ class Change:
     before: float
     now: float
     worse: bool  # by more than the tolerance
+    expert_chunks: int = 1
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def read_report(path: Path) -> dict[str, Any]:
 def compare(
     before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float = TOLERANCE
 ) -> list[Change]:
-    """Compare the programs of two reports that have as many micro-batches.
+    """Compare the programs of two reports that have as many micro-batches and expert chunks.
 
     The hidden share may fall by `tolerance`; the step and what is exposed of it may grow by
     `tolerance` of the step before, and sizes by `tolerance` of themselves. Any finding more is
@@ -60,22 +62,28 @@ def compare(
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be 0 or more, got {tolerance}")
     check_settings(before.get("setting"), now.get("setting"))
-    former = {report["micro_batches"]: report for report in before["reports"]}
-    both = [report for report in now["reports"] if report["micro_batches"] in former]
+    former = {_strategy(report): report for report in before["reports"]}
+    both = [report for report in now["reports"] if _strategy(report) in former]
     if not both:
-        raise ValueError(
-            f"no program in common: {sorted(former)} micro-batches before, "
-            f"{sorted(report['micro_batches'] for report in now['reports'])} now"
-        )
+        names = [
+            ", ".join(str(one) for one in sorted(_strategy(report) for report in of["reports"]))
+            for of in (before, now)
+        ]
+        raise ValueError(f"no program in common: {names[0]} before, {names[1]} now")
     return [
         change
         for report in both
-        for change in _changes(former[report["micro_batches"]], report, tolerance)
+        for change in _changes(former[_strategy(report)], report, tolerance)
     ]
 
 
+def _strategy(report: Mapping[str, Any]) -> Strategy:
+    """How the program of a report overlaps; reports of before had no chunks."""
+    return Strategy(report["micro_batches"], report.get("expert_chunks", 1))
+
+
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float) -> list[Change]:
-    step = before["step"]
+    step, chunks = before["step"], _strategy(now).expert_chunks
     allowed = {"step": step * tolerance, "exposed": step * tolerance, "hidden_share": tolerance}
     allowed |= {
         name: before[name] * tolerance for name in ("sent_bytes", "memory_bytes", "needed_bytes")
@@ -85,11 +93,11 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float
         grown = now[name] - before[name]
         lost = -grown if name == "hidden_share" else grown
         changes.append(
-            Change(now["micro_batches"], name, before[name], now[name], lost > most + 1e-12)
+            Change(now["micro_batches"], name, before[name], now[name], lost > most + 1e-12, chunks)
         )
     findings = len(before["findings"]), len(now["findings"])
     changes.append(
-        Change(now["micro_batches"], "findings", *findings, worse=findings[1] > findings[0])
+        Change(now["micro_batches"], "findings", *findings, findings[1] > findings[0], chunks)
     )
     return changes
 

@@ -186,7 +186,11 @@ def inspect_model(
         lowered, target, micro_batches=micro_batches, expert_chunks=expert_chunks,
         options=options, **costs,
     )  # fmt: skip
-    return dataclasses.replace(report, layer_bytes=layer_bytes(config, mesh, shape, weights))
+    return dataclasses.replace(
+        report,
+        layer_bytes=layer_bytes(config, mesh, shape, weights),
+        weight_bytes=strategy.micro_batches * _weight_bytes(config, mesh, weights),
+    )
 
 
 def expected_costs(
@@ -237,12 +241,17 @@ def layer_bytes(config: DecoderConfig, mesh: Mesh, shape: StepShape, held: Weigh
     of AdamW for each.
     """
     one = last_layers(config, 1)
-    state = nnx.to_flat_state(nnx.state(abstract_model(one, False, held)))
-    weights = sum(bytes_on_device(path, leaf, mesh) for path, leaf in state if path[0] == "layers")
+    weights = _weight_bytes(one, mesh, held)
     if shape.phase == "train":
         return 3 * weights
     on_device = one.of_device(mesh.shape[TENSOR])
     return weights + shape.cache.num_pages * kv_bytes_per_page(on_device, PAGE_SIZE)
+
+
+def _weight_bytes(config: DecoderConfig, mesh: Mesh, held: Weights) -> int:
+    """Bytes of the layers' weights on a device."""
+    state = nnx.to_flat_state(nnx.state(abstract_model(config, False, held)))
+    return sum(bytes_on_device(path, leaf, mesh) for path, leaf in state if path[0] == "layers")
 
 
 def _lower_decoding(

@@ -133,9 +133,9 @@ class _Program:
         keys = ("label", "instruction", "scope", "source", "colour")
         report = self.report
         return {
-            "heading": f"{program_name(report.micro_batches)}: step {milliseconds(report.step)}, "
-            f"communication {milliseconds(report.communication)}, exposed "
-            f"{milliseconds(report.exposed)}",
+            "heading": f"{program_name(report.micro_batches, report.expert_chunks)}: step "
+            f"{milliseconds(report.step)}, communication {milliseconds(report.communication)}, "
+            f"exposed {milliseconds(report.exposed)}",
             "step": _us_of(report.step),
             "kinds": [dict(zip(keys, kind, strict=True)) for kind in self.kinds],
             "lanes": self.drawn,
@@ -144,7 +144,7 @@ class _Program:
     def text(self, layers_left_out: int) -> dict[str, Any]:
         """What stands below the lanes."""
         return {
-            "name": program_name(self.report.micro_batches),
+            "name": program_name(self.report.micro_batches, self.report.expert_chunks),
             "notes": notes_of(self.report, layers_left_out),
             "findings": [self._finding(finding) for finding in self.report.findings],
             "collectives": [self._collective(c) for c in self.report.collectives],

@@ -79,6 +79,9 @@ class ScheduleReport:
     hlo: str
     layer_bytes: int | None = None  # of a device, that one more layer would take; None if unknown
     expert_chunks: int = 1
+    # Of the layers' weights, that a device reads: all of them once for each micro-batch, if every
+    # expert has a token; None if unknown.
+    weight_bytes: int | None = None
 
     @property
     def strategy(self) -> Strategy:

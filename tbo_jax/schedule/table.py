@@ -35,7 +35,9 @@ def print_report(
     console.print(f"Times are modelled: XLA's order, priced at {target.rates.describe()}.\n")
     console.print(summary_table(reports, layers_left_out))
     for report in reports:
-        console.print(f"\n{program_name(report.micro_batches)}: collectives of a layer")
+        console.print(
+            f"\n{program_name(report.micro_batches, report.expert_chunks)}: collectives of a layer"
+        )
         console.print(_collective_table(report))
         for line in (*finding_lines(report), *notes_of(report, layers_left_out)):
             console.print(line)
@@ -51,13 +53,13 @@ def print_changes(
         for report in (before, now)
     ]
     console.print(f"\nAgainst a report of {versions[0]} (now {versions[1]})")
-    table = Table("micro-batches", "", "before", "now", "", box=None, pad_edge=False)
+    table = Table("program", "", "before", "now", "", box=None, pad_edge=False)
     for column in table.columns[2:4]:
         column.justify = "right"
     for change in changes:
         shown = _SHOWN.get(change.quantity, "{:.0f}".format)
         table.add_row(
-            str(change.micro_batches),
+            program_name(change.micro_batches, change.expert_chunks),
             change.quantity.replace("_", " "),
             shown(change.before),
             shown(change.now),
@@ -66,13 +68,16 @@ def print_changes(
     console.print(table)
 
 
-def program_name(micro_batches: int) -> str:
-    """What a program is called, by the number of its micro-batches."""
+def program_name(micro_batches: int, expert_chunks: int = 1) -> str:
+    """What a program is called, by the number of its micro-batches or expert chunks."""
+    if expert_chunks > 1:
+        return f"{expert_chunks} expert chunks"
     return f"{micro_batches} micro-batch" + ("es" if micro_batches > 1 else "")
 
 
 def summary_table(reports: Sequence[ScheduleReport], layers_left_out: int) -> Table:
-    table = Table("", *[program_name(r.micro_batches) for r in reports], box=None, pad_edge=False)
+    names = [program_name(r.micro_batches, r.expert_chunks) for r in reports]
+    table = Table("", *names, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     first = reports[0].step
@@ -95,7 +100,7 @@ def summary_table(reports: Sequence[ScheduleReport], layers_left_out: int) -> Ta
         label = f"  of {name}" + (" over ranks" if name == "sums" else "")
         row(label, [_hidden(*p[name]) for p in passes])
     row(
-        f"speed-up over {program_name(reports[0].micro_batches)}",
+        f"speed-up over {names[0]}",
         [f"{first / r.step:.3f}" for r in reports],
     )
     row("  if all were hidden", [f"{r.ceiling(first):.3f}" for r in reports])

@@ -19,8 +19,7 @@ from tbo_jax.schedule.model_step import (
     StepShape,
     abstract_model,
     attention_work,
-    expected_turns,
-    expert_work,
+    expected_costs,
     inspect_model,
     list_presets,
     read_shape,
@@ -116,11 +115,11 @@ def test_bad_steps_are_refused(shape: StepShape, count: int, message: str) -> No
 def test_expectations_are_those_of_an_even_routing() -> None:
     config = read_shape("qwen3-30b-a3b")
     shape = StepShape("decode", 256, 4096)
-    turns = expected_turns(config, 8, 256, shape)
+    costs = expected_costs(config, 8, shape)
+    turns, work = costs["trip_counts"], costs["kernels"]
     assert turns["key_blocks"] == 64
     # 256 x 8 tokens with 8 of 128 experts each: 128 rows an expert, 16 experts a device.
     assert turns["expert_blocks_64"] == 2 * 16
-    work = attention_work(config, 256, shape) | expert_work(config, 8, 256)
     read = 2 * 256 * 4096 * 4 * 128 * 2
     assert work["tbo_paged_attention"].bytes == pytest.approx(read, rel=0.01)
     products = 2 * 256 * 8 * 3 * 2048 * 768

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tbo_jax import ModelRunner
 from tbo_jax.checkpoint.load import read_config
+from tbo_jax.overlap.config import Strategy
 from tbo_jax.parallel.sharding import RANKS, make_mesh
 from tbo_jax.schedule import Target, find_target, inspect
 from tbo_jax.schedule.hlo import parse
@@ -49,12 +50,12 @@ def compiled(text: str) -> SimpleNamespace:
 
 def of_fixture(name: str, target: str = "h100x8") -> ScheduleReport:
     text = lzma.decompress((FIXTURES / f"{name}.hlo.xz").read_bytes()).decode()
-    return report(compiled(text), find_target(target), 2, {}, {}, 1.5)
+    return report(compiled(text), find_target(target), Strategy(2), {}, {}, 1.5)
 
 
 def of(*ops: tuple) -> ScheduleReport:
     target = replace(find_target("h100x2"), rates=RATES)
-    return report(compiled(program(ops)), target, 1, {}, {}, 0.0)
+    return report(compiled(program(ops)), target, Strategy(), {}, {}, 0.0)
 
 
 def test_sums() -> None:
@@ -98,7 +99,7 @@ def test_a_ragged_message_keeps_its_stage() -> None:
   ROOT %sent = f32[8]{{0}} ragged-all-to-all-done(%send)"""
     )
     target = replace(find_target("h100x2"), rates=RATES)
-    (found,) = report(compiled(text), target, 1, {}, {}, 0.0).collectives
+    (found,) = report(compiled(text), target, Strategy(), {}, {}, 0.0).collectives
     assert found.scope == "layer_1/micro_batch_0/dispatch"
 
 
@@ -325,6 +326,6 @@ def test_bytes_of_a_layer_are_what_another_one_takes(name: str, tensor: int) -> 
         runner = ModelRunner(
             abstract_model(last_layers(config, layers), False), shape.cache, mesh=mesh
         )
-        sizes.append(runner.lower(shape.bucket, 1).compile().memory_analysis())
+        sizes.append(runner.lower(shape.bucket).compile().memory_analysis())
     grown = sizes[1].argument_size_in_bytes - sizes[0].argument_size_in_bytes
     assert layer_bytes(config, mesh, shape) == grown

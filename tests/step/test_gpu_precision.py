@@ -29,7 +29,7 @@ def rounded(name: str, bucket: Bucket) -> list[str]:
     config, _ = read_config(Golden(name).folder, jnp.float32)
     runner = ModelRunner(abstract_model(config, False), CACHE, mesh=target("9.0").mesh())
     with jax.numpy_dtype_promotion("standard"), no_triton_warnings():
-        text, kernels = compiled(runner.lower(bucket, 1))
+        text, kernels = compiled(runner.lower(bucket))
     calls = [line for line in text.splitlines() if 'custom_call_target="__cublas' in line]
     products = re.findall(r" dot\(.*", text)  # in fusions of Triton, or alone
     assert len(calls) + len(products) > 5

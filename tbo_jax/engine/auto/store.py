@@ -23,8 +23,8 @@ from tbo_jax.step.shapes import Bucket
 
 logger = logging.getLogger(__name__)
 
-# A share. Overlapping takes more memory, and what is timed is not quite what will run: a gain within
-# that is none.
+# A share. Overlapping takes more memory, and what is timed is not quite what will run: a gain
+# within that is none.
 MARGIN = 0.03
 
 
