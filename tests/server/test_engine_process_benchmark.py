@@ -21,7 +21,7 @@ def test_figures(tmp_path: Path, tells: str) -> None:
     found = json.loads((tmp_path / "e.json").read_text())
     assert 0 < found["updates"] <= found["tokens"]
     assert found["tokens"] > 100 and found["steps"] > 100
-    assert 0 < found["engine_processor"] < 2 and 0 < found["client_processor"] < 2
+    assert 0 <= found["engine_processor"] < 2 and 0 <= found["client_processor"] < 2
 
 
 @pytest.mark.slow
@@ -34,4 +34,4 @@ def test_figures_of_the_api(tmp_path: Path, path: str) -> None:
     found = json.loads((tmp_path / "a.json").read_text())
     assert 100 < found["streamed_events"] <= found["streamed_tokens"]
     assert found["whole_answers"] > 10 and found["whole_events"] == 0
-    assert 0 < found["streamed_core"] < 1.1 and 0 < found["whole_core"] < 1.1
+    assert 0 <= found["streamed_core"] < 1.1 and 0 <= found["whole_core"] < 1.1
