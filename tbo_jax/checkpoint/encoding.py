@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tbo_jax.checkpoint.tensors import TensorFolder, assign
-from tbo_jax.quantized.array import MIDDLE, STORED_AS, Kind
+from tbo_jax.quantized.array import MIDDLE, STORED_AS, Format
 
 Index = tuple[slice, ...]
 
@@ -28,40 +29,12 @@ class Reader(Protocol):
         """Read what belongs to weight `name`, or a part of it, as `TensorFolder.read_into` does."""
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """How a weight [..., A, B] is held, its last two dimensions as the checkpoint has them.
+class PartReader(abc.ABC):
+    """A `Reader` that makes a part of a matrix anew, and does not read it in place."""
 
-    `values` reads the numbers as a `QuantizedArray` holds them, `scales` and `zeros` read one for
-    each `block`, [..., ceil(A / block[0]), ceil(B / block[1])]. Numbers of 4 bits are packed along
-    `packed`.
-    """
-
-    kind: Kind
-    block: tuple[int, int]
-    values: Reader
-    scales: Reader
-    scale_dtype: np.dtype[Any]
-    zeros: Reader | None = None
-    packed: Literal[-1, -2] = -1
-
-
-@dataclass(frozen=True)
-class TensorOf:
-    """The tensor that belongs to a weight: its name with `suffix` behind it, or in its place.
-
-    A tensor of fewer dimensions than the weight has is taken as one with `shape`, where -1 is what
-    is left; such tensors are small, and read whole.
-    """
-
-    tensors: TensorFolder
-    suffix: str = ""
-    instead_of: str = ""  # the end of the weight's name that the suffix replaces
-    shape: tuple[int, ...] | None = None
-
-    def name(self, weight: str) -> str:
-        """The tensor's name."""
-        return weight.removesuffix(self.instead_of) + self.suffix
+    @abc.abstractmethod
+    def read(self, name: str, index: Index | None) -> NDArray[Any]:
+        """The part `index` of the matrix that belongs to weight `name`."""
 
     def read_into(
         self,
@@ -71,7 +44,48 @@ class TensorOf:
         *,
         transpose: bool = False,
     ) -> None:
-        tensor = self.name(name)
+        """As `Reader.read_into`."""
+        part = self.read(name, index)
+        out[...] = part.T if transpose else part
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a weight [..., A, B] is held, its last two dimensions as the checkpoint has them.
+
+    `values` reads the numbers as a `QuantizedArray` of that form holds them, `scales` and `zeros`
+    read one for each block.
+    """
+
+    form: Format
+    values: Reader
+    scales: Reader
+    scale_dtype: np.dtype[Any]
+    zeros: Reader | None = None
+
+
+@dataclass(frozen=True)
+class TensorOf:
+    """The tensor that belongs to a weight: its name with `suffix` behind it, or in its place.
+
+    A tensor of other dimensions than `shape` is taken as one of it; such tensors are small, and
+    read whole.
+    """
+
+    tensors: TensorFolder
+    suffix: str = ""
+    instead_of: str = ""  # the end of the weight's name that the suffix replaces
+    shape: tuple[int, ...] | None = None
+
+    def read_into(
+        self,
+        name: str,
+        out: NDArray[Any],
+        index: Index | None = None,
+        *,
+        transpose: bool = False,
+    ) -> None:
+        tensor = name.removesuffix(self.instead_of) + self.suffix
         if self.shape is None or len(self.tensors.info(tensor).shape) == len(self.shape):
             self.tensors.read_into(tensor, out, index, transpose=transpose)
             return
@@ -133,25 +147,21 @@ def decode_into(
     if not all(ranges):
         return
     wanted = [slice(r.start, r.stop) for r in ranges]
-    packed = encoding.kind in ("int4", "mxfp4")
+    form = encoding.form
     read, trim = list(wanted), [slice(0, len(r)) for r in ranges]
-    if packed:
-        along = ranges[encoding.packed]
-        read[encoding.packed] = slice(along.start // 2, -(-along.stop // 2))
+    if form.is_packed:
+        along = ranges[form.packed]
+        read[form.packed] = slice(along.start // 2, -(-along.stop // 2))
         skipped = along.start % 2
-        trim[encoding.packed] = slice(skipped, skipped + len(along))
-    values = np.empty([part.stop - part.start for part in read], STORED_AS[encoding.kind])
+        trim[form.packed] = slice(skipped, skipped + len(along))
+    values = np.empty([part.stop - part.start for part in read], STORED_AS[form.kind])
     encoding.values.read_into(name, values, tuple(read))
-    if packed:
-        axis = values.ndim + encoding.packed
-        pairs = np.stack([values & 15, values >> 4], axis=axis + 1)
-        sizes = list(values.shape)
-        sizes[axis] *= 2
-        values = pairs.reshape(sizes)[tuple(trim)]
+    if form.is_packed:
+        values = halves(values, form.packed)[tuple(trim)]
     numbers = values.astype(np.float32)
     if encoding.zeros is not None:
         numbers -= _spread(encoding, encoding.zeros, name, wanted)
-    elif encoding.kind == "int4":
+    elif form.kind == "int4":
         numbers -= MIDDLE
     numbers *= _spread(encoding, encoding.scales, name, wanted)
     assign(out, np.swapaxes(numbers, -1, -2) if transpose else numbers, tiled=transpose)
@@ -162,8 +172,16 @@ def _spread(
 ) -> NDArray[np.float32]:
     """What `reader` has of each block, for each number."""
     *lead, rows, columns = wanted
-    fine = Reblocked(reader, encoding.block, (1, 1))
+    fine = Reblocked(reader, encoding.form.block, (1, 1))
     dtype = np.dtype(np.uint8) if reader is encoding.zeros else encoding.scale_dtype
     read = np.empty([part.stop - part.start for part in wanted], dtype)
     fine.read_into(name, read, (*lead, rows, columns))
     return read.astype(np.float32)
+
+
+def halves(packed: NDArray[np.uint8], axis: int = -1) -> NDArray[np.uint8]:
+    """Bytes -> twice as many along `axis`: the low half of each, then the high one."""
+    axis %= packed.ndim
+    shape = list(packed.shape)
+    shape[axis] *= 2
+    return np.stack([packed & 15, packed >> 4], axis=axis + 1).reshape(shape)

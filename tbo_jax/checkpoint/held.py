@@ -17,7 +17,7 @@ from tbo_jax.checkpoint.names import Source
 from tbo_jax.checkpoint.quantized import WeightFormat
 from tbo_jax.checkpoint.read import Wanted
 from tbo_jax.parallel.sharding import parameter_spec
-from tbo_jax.quantized.array import STORED_AS, Format, QuantizedArray
+from tbo_jax.quantized.array import Format, QuantizedArray
 
 _PLAIN = "array"
 
@@ -61,13 +61,13 @@ def hold(
     first = encodings[0]
     if first is None or any(e is None or _kind(e) != _kind(first) for e in encodings):
         return plain
+    stored = _of_source(sources[0], first.form)
     ways = [_ways(spec, mesh, variable.ndim, axis) for axis in (-2, -1)]
     blocks = tuple(
-        math.gcd(*(_block(s, _of_source(s, first.block), axis, variable.shape, n) for s in sources))
+        math.gcd(*(_block(s, stored.block[axis], axis, variable.shape, n) for s in sources))
         for axis, n in zip((-2, -1), ways, strict=True)
     )
-    packed = _turned(sources[0], first.packed)
-    form = Format(first.kind, (blocks[0], blocks[1]), -1 if packed == -1 else -2)
+    form = replace(stored, block=(blocks[0], blocks[1]))
     if any(s.alternating for s in sources) and form.block[1] != 1:
         return plain  # a block would have columns of both projections
     units = [1, 1]
@@ -77,13 +77,8 @@ def hold(
             return plain
         if any(_uneven(s, form.packed) for s in sources):
             return plain
-    whole = QuantizedArray(
-        jax.ShapeDtypeStruct(form.values_shape(variable.shape), STORED_AS[form.kind]),  # type: ignore[arg-type]
-        jax.ShapeDtypeStruct(form.scales_shape(variable.shape), first.scale_dtype),  # type: ignore[arg-type]
-        None
-        if first.zeros is None
-        else jax.ShapeDtypeStruct(form.scales_shape(variable.shape), np.uint8),  # type: ignore[arg-type]
-        form,
+    whole = QuantizedArray.abstract(
+        form, variable.shape, first.scale_dtype, zeros=first.zeros is not None
     )
     placed = whole.with_specs(spec)
     parts = {}
@@ -94,7 +89,7 @@ def hold(
         read: Reader = getattr(first, name)
         of_block = units if name == "values" else list(form.block)
         if name != "values":
-            old, new = first.block, _of_source(sources[0], form.block)
+            old, new = first.form.block, _of_source(sources[0], form).block
             read = read if old == new else Reblocked(read, old, new)
         parts[name] = Wanted(
             read,
@@ -107,10 +102,7 @@ def hold(
 
 
 def _kind(encoding: Encoding) -> Any:
-    return (
-        encoding.kind, encoding.block, encoding.scale_dtype, encoding.zeros is None,
-        encoding.packed,
-    )  # fmt: skip
+    return encoding.form, encoding.scale_dtype, encoding.zeros is None
 
 
 def _turned(source: Source, axis: int) -> int:
@@ -118,9 +110,9 @@ def _turned(source: Source, axis: int) -> int:
     return -3 - axis if source.transpose else axis
 
 
-def _of_source(source: Source, block: tuple[int, int]) -> tuple[int, int]:
-    """A block of the checkpoint's weight as one of the parameter, or the other way round."""
-    return (block[1], block[0]) if source.transpose else block
+def _of_source(source: Source, form: Format) -> Format:
+    """The form of the checkpoint's weight as that of the parameter, or the other way round."""
+    return form.turned() if source.transpose else form
 
 
 def _ways(spec: PartitionSpec, mesh: Mesh, ndim: int, axis: int) -> int:
@@ -130,15 +122,13 @@ def _ways(spec: PartitionSpec, mesh: Mesh, ndim: int, axis: int) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def _block(
-    source: Source, block: tuple[int, int], axis: int, shape: tuple[int, ...], ways: int
-) -> int:
+def _block(source: Source, stored: int, axis: int, shape: tuple[int, ...], ways: int) -> int:
     """Numbers of a parameter along `axis` that can share a factor.
 
-    As many as in the checkpoint, unless some of a block are those of another matrix, or another
-    device's: then as many as divide both.
+    As many as in the checkpoint, `stored`, unless some of a block are those of another matrix, or
+    another device's: then as many as divide both.
     """
-    size, stored = source.shape[axis], block[axis]
+    size = source.shape[axis]
     whole = source.of_rows if axis == -2 and source.of_rows is not None else size
     cuts = []
     if axis == -1 and size != shape[-1]:

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tbo_jax.checkpoint.encoding import Encoding, Index, TensorOf, decode_into
-from tbo_jax.checkpoint.quantized import PlainWeights
-from tbo_jax.checkpoint.scaled import as_bytes, halves
+from tbo_jax.checkpoint.encoding import Encoding, Index, PartReader, TensorOf, halves
+from tbo_jax.checkpoint.quantized import EncodedWeights
+from tbo_jax.checkpoint.scaled import as_bytes
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
+from tbo_jax.quantized.array import Format
 
 WEIGHT = "weight"
 NUMBERS, ZEROS, SCALES, ORDER = "qweight", "qzeros", "scales", "g_idx"
@@ -29,7 +30,7 @@ AWQ_PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # where each of eight outputs
 
 
 @dataclass(frozen=True)
-class GroupedInt4Weights(PlainWeights):
+class GroupedInt4Weights(EncodedWeights):
     """A `WeightFormat`: what has a `qweight` is quantised, the rest is plain.
 
     `group` inputs share a factor, None: all. With `awq` that layout, else GPTQ's, whose zero points
@@ -43,7 +44,7 @@ class GroupedInt4Weights(PlainWeights):
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         base = name.removesuffix(WEIGHT)
-        if base == name or base + NUMBERS not in self.tensors:
+        if self.held_shape(name) is None:
             return {name: shape}
         group = self.group or shape[-1]
         if len(shape) != 2 or shape[0] % 8 or shape[1] % 8 or shape[1] % group:
@@ -65,12 +66,7 @@ class GroupedInt4Weights(PlainWeights):
                 )
         if base + ORDER in self.tensors:
             found[base + ORDER] = (inputs,)
-            if not np.array_equal(self.tensors.read(base + ORDER), np.arange(inputs) // group):
-                raise CheckpointError(
-                    f"{self.tensors.folder}: tensor {base}{ORDER}: groups that follow the "
-                    "activations (desc_act, act-order) are not supported, expected groups of "
-                    "neighbours"
-                )
+            self.check_order(base + ORDER, inputs, group, "desc_act, act-order")
         if self.symmetric and base + ZEROS in self.tensors:
             zeros = halves(as_bytes(self.tensors.read(base + ZEROS)))
             if ((zeros + self.less) % 16 != 8).any():
@@ -81,36 +77,22 @@ class GroupedInt4Weights(PlainWeights):
         return found
 
     def encoding(self, name: str, shape: tuple[int, ...], inputs: int) -> Encoding | None:
+        if self.held_shape(name) is None:
+            return None
+        return Encoding(
+            Format("int4", (1, self.group or shape[-1])),
+            (_AwqNumbers if self.awq else _GptqNumbers)(self.tensors),
+            _Turned(TensorOf(self.tensors, SCALES, WEIGHT)),
+            self.tensors.info(name.removesuffix(WEIGHT) + SCALES).dtype,
+            None if self.symmetric else _Zeros(self.tensors, self.awq, self.less),
+        )
+
+    def held_shape(self, name: str) -> tuple[int, ...] | None:
         base = name.removesuffix(WEIGHT)
         if base == name or base + NUMBERS not in self.tensors:
             return None
-        zeros = None if self.symmetric else _Zeros(self.tensors, self.awq, self.less)
-        return Encoding(
-            "int4",
-            (1, self.group or shape[-1]),
-            (_AwqNumbers if self.awq else _GptqNumbers)(self.tensors),
-            _Turned(TensorOf(self.tensors, SCALES, WEIGHT)),
-            self.tensors.info(base + SCALES).dtype,
-            zeros,
-        )
-
-    def read_into(
-        self,
-        name: str,
-        out: NDArray[Any],
-        index: Index | None = None,
-        *,
-        transpose: bool = False,
-    ) -> None:
-        base = name.removesuffix(WEIGHT)
-        if base == name or base + NUMBERS not in self.tensors:
-            super().read_into(name, out, index, transpose=transpose)
-            return
         rows, columns = self.tensors.info(base + NUMBERS).shape
-        shape = (8 * columns, rows) if self.awq else (columns, 8 * rows)
-        found = self.encoding(name, shape, -1)
-        assert found is not None
-        decode_into(found, name, shape, out, index, transpose=transpose)
+        return (8 * columns, rows) if self.awq else (columns, 8 * rows)
 
 
 def _bounds(index: Index | None, shape: tuple[int, int]) -> tuple[slice, slice]:
@@ -140,42 +122,27 @@ class _Turned:
 
 
 @dataclass(frozen=True)
-class _GptqNumbers:
+class _GptqNumbers(PartReader):
     """Bytes [out, in / 2]."""
 
     tensors: TensorFolder
 
-    def read_into(
-        self,
-        name: str,
-        out: NDArray[Any],
-        index: Index | None = None,
-        *,
-        transpose: bool = False,
-    ) -> None:
+    def read(self, name: str, index: Index | None) -> NDArray[Any]:
         tensor = name.removesuffix(WEIGHT) + NUMBERS
         height, width = self.tensors.info(tensor).shape
         rows, columns = _bounds(index, (width, 4 * height))
         taken = slice(columns.start // 4, -(-columns.stop // 4)), rows
         packed = as_bytes(np.ascontiguousarray(self.tensors.read(tensor, taken).T))
-        part = packed[:, columns.start % 4 :][:, : columns.stop - columns.start]
-        out[...] = part.T if transpose else part
+        return packed[:, columns.start % 4 :][:, : columns.stop - columns.start]
 
 
 @dataclass(frozen=True)
-class _AwqNumbers:
+class _AwqNumbers(PartReader):
     """Bytes [out, in / 2], packed anew along the inputs."""
 
     tensors: TensorFolder
 
-    def read_into(
-        self,
-        name: str,
-        out: NDArray[Any],
-        index: Index | None = None,
-        *,
-        transpose: bool = False,
-    ) -> None:
+    def read(self, name: str, index: Index | None) -> NDArray[Any]:
         tensor = name.removesuffix(WEIGHT) + NUMBERS
         height, width = self.tensors.info(tensor).shape
         rows, columns = _bounds(index, (8 * width, height // 2))
@@ -185,31 +152,22 @@ class _AwqNumbers:
         )
         numbers = _unpack_awq(self.tensors.read(tensor, taken))  # [in, out]
         numbers = numbers[:, rows.start % 8 :][:, : rows.stop - rows.start]
-        part = numbers[0::2] | numbers[1::2] << 4
-        out[...] = part if transpose else part.T
+        return (numbers[0::2] | numbers[1::2] << 4).T
 
 
 @dataclass(frozen=True)
-class _Zeros:
+class _Zeros(PartReader):
     """Zero points [out, in / g]."""
 
     tensors: TensorFolder
     awq: bool
     less: int
 
-    def read_into(
-        self,
-        name: str,
-        out: NDArray[Any],
-        index: Index | None = None,
-        *,
-        transpose: bool = False,
-    ) -> None:
+    def read(self, name: str, index: Index | None) -> NDArray[Any]:
         packed = self.tensors.read(name.removesuffix(WEIGHT) + ZEROS)
         zeros = _unpack_awq(packed) if self.awq else halves(as_bytes(packed))
         whole = (zeros + np.uint8(self.less)).T & 15
-        part = whole if index is None else whole[index]
-        out[...] = part.T if transpose else part
+        return whole if index is None else whole[index]
 
 
 def _unpack_awq(packed: NDArray[np.int32]) -> NDArray[np.uint8]:

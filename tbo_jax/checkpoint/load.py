@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from tbo_jax.parallel.sharding import TENSOR
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+# Of each weight, by name, the tensors that hold it and their shapes.
+Stored = Mapping[str, Mapping[str, tuple[int, ...]]]
 _COMPARED = 8 << 20  # bytes of two tensors that are compared at a time
 
 
@@ -108,9 +110,11 @@ def load_model(
     flat = nnx.to_flat_state(state)
     sources = {path: parameter_sources(path, variable, config, layout) for path, variable in flat}
     wanted = [s for found in sources.values() for s in found]
-    _check_tensors(tensors, weights, wanted, config, architecture, layout)
+    # Once: some formats read tensors to check them.
+    stored = {s.name: weights.stored(s.name, s.tensor_shape) for s in wanted}
+    _check_tensors(tensors, weights, stored, config, architecture, layout)
 
-    total = sum(_file_bytes(tensors, weights, source) for source in wanted)
+    total = sum(_file_bytes(tensors, stored, source) for source in wanted)
     held = {
         path: hold(path, v, sources[path], weights, mesh, decode=quantize == "none")
         for path, v in flat
@@ -123,7 +127,7 @@ def load_model(
         if len(read[path]) < len(held[path].parts):
             continue
         loaded[path] = held[path].together(read.pop(path))
-        done += sum(_file_bytes(tensors, weights, source) for source in sources[path])
+        done += sum(_file_bytes(tensors, stored, source) for source in sources[path])
         if progress is not None:
             progress(done, total)
     placed = [(path, variable.replace(loaded[path])) for path, variable in flat]
@@ -175,25 +179,21 @@ def _are_equal(tensors: TensorFolder, first: str, second: str) -> bool:
     return True
 
 
-def _file_bytes(tensors: TensorFolder, weights: WeightFormat, source: Source) -> int:
+def _file_bytes(tensors: TensorFolder, stored: Stored, source: Source) -> int:
     """Bytes of the part of a weight that a parameter takes."""
-    stored = weights.stored(source.name, source.tensor_shape)
-    whole = sum(tensors.info(name).nbytes for name in stored)
+    whole = sum(tensors.info(name).nbytes for name in stored[source.name])
     return whole * math.prod(source.shape) // math.prod(source.tensor_shape)
 
 
 def _check_tensors(
     tensors: TensorFolder,
     weights: WeightFormat,
-    sources: Sequence[Source],
+    stored: Stored,
     config: DecoderConfig,
     architecture: Architecture,
     layout: Layout,
 ) -> None:
-    shapes = {source.name: source.tensor_shape for source in sources}
-    wanted: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        wanted |= weights.stored(name, shape)
+    wanted = {name: shape for of in stored.values() for name, shape in of.items()}
     present = set(tensors.names)
     missing = sorted(wanted.keys() - present)
     if missing:

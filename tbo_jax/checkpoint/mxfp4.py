@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbo_jax.checkpoint.encoding import Encoding
+from tbo_jax.checkpoint.quantized import PlainWeights
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder, assign
+from tbo_jax.quantized.array import Format
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK = 32  # numbers that share a scale
@@ -29,10 +31,8 @@ _FACTORS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(n
 
 
 @dataclass(frozen=True)
-class Mxfp4Weights:
+class Mxfp4Weights(PlainWeights):
     """A `WeightFormat`: experts in MXFP4; weights without blocks are plain."""
-
-    tensors: TensorFolder
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         found = [name + suffix for suffix in (BLOCKS, SCALES) if name + suffix in self.tensors]
@@ -52,14 +52,11 @@ class Mxfp4Weights:
         scales = experts, columns, rows // BLOCK
         return {name + BLOCKS: (*scales, BLOCK // 2), name + SCALES: scales}
 
-    def passes_over(self, name: str) -> bool:
-        return False
-
     def encoding(self, name: str, shape: tuple[int, ...], inputs: int) -> Encoding | None:
         if name + BLOCKS not in self.tensors:
             return None
         values, scales = _Packed(self.tensors), _Exponents(self.tensors)
-        return Encoding("mxfp4", (BLOCK, 1), values, scales, np.dtype(np.uint8), packed=-2)
+        return Encoding(Format("mxfp4", (BLOCK, 1), -2), values, scales, np.dtype(np.uint8))
 
     def read_into(
         self,
@@ -71,20 +68,11 @@ class Mxfp4Weights:
     ) -> None:
         """As `WeightFormat.read_into`; what is quantised is decoded an expert at a time."""
         if name + BLOCKS not in self.tensors:
-            self.tensors.read_into(name, out, index, transpose=transpose)
+            super().read_into(name, out, index, transpose=transpose)
             return
         if transpose:
             raise ValueError(f"weight {name!r}: only 2-D ones transpose")
-        count, width, groups = self.tensors.info(name + SCALES).shape
-        shape = count, groups * BLOCK, width
-        whole = (slice(None),) * len(shape)
-        experts, rows, columns = (
-            range(*part.indices(n)) for part, n in zip(index or whole, shape, strict=True)
-        )
-        # Whole blocks are read, and trimmed.
-        first = rows.start // BLOCK
-        taken = slice(columns.start, columns.stop), slice(first, -(-rows.stop // BLOCK))
-        trim = slice(rows.start - first * BLOCK, rows.stop - first * BLOCK)
+        experts, taken, trim = _whole_blocks(self.tensors, name, index, BLOCK)
         for number, expert in enumerate(experts):
             blocks, scales = (
                 self.tensors.read(name + suffix, (slice(expert, expert + 1), *taken))[0]
@@ -107,19 +95,10 @@ class _Packed:
         *,
         transpose: bool = False,
     ) -> None:
-        count, width, groups = self.tensors.info(name + SCALES).shape
-        shape = count, groups * BLOCK // 2, width
-        whole = (slice(None),) * len(shape)
-        experts, rows, columns = (
-            range(*part.indices(n)) for part, n in zip(index or whole, shape, strict=True)
-        )
-        of_group = BLOCK // 2
-        first = rows.start // of_group
-        taken = slice(columns.start, columns.stop), slice(first, -(-rows.stop // of_group))
-        trim = slice(rows.start - first * of_group, rows.stop - first * of_group)
+        experts, taken, trim = _whole_blocks(self.tensors, name, index, BLOCK // 2)
         for number, expert in enumerate(experts):
             blocks = self.tensors.read(name + BLOCKS, (slice(expert, expert + 1), *taken))[0]
-            assign(out[number], blocks.reshape(len(columns), -1)[:, trim].T, tiled=True)
+            assign(out[number], blocks.reshape(len(blocks), -1)[:, trim].T, tiled=True)
 
 
 @dataclass(frozen=True)
@@ -138,6 +117,24 @@ class _Exponents:
     ) -> None:
         experts, rows, columns = index or (slice(None),) * 3
         self.tensors.read_into(name + SCALES, out, (experts, columns, rows), transpose=True)
+
+
+def _whole_blocks(
+    tensors: TensorFolder, name: str, index: tuple[slice, ...] | None, size: int
+) -> tuple[range, tuple[slice, slice], slice]:
+    """What holds the part `index` of [E, rows, columns], of which `size` rows are a block.
+
+    The experts, the columns and blocks to read of each, and which of the rows that are read count.
+    """
+    count, width, groups = tensors.info(name + SCALES).shape
+    shape = count, groups * size, width
+    whole = (slice(None),) * len(shape)
+    experts, rows, columns = (
+        range(*part.indices(n)) for part, n in zip(index or whole, shape, strict=True)
+    )
+    first = rows.start // size
+    taken = slice(columns.start, columns.stop), slice(first, -(-rows.stop // size))
+    return experts, taken, slice(rows.start - first * size, rows.stop - first * size)
 
 
 def decode(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -7,6 +7,7 @@ values are. Everything else that is known of a checkpoint (names, layers, expert
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,8 +16,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from tbo_jax.checkpoint.encoding import Encoding, TensorOf
+from tbo_jax.checkpoint.encoding import Encoding, TensorOf, decode_into
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder, assign
+from tbo_jax.quantized.array import Format
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _DECODED = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)  # twice as fast as a cast
@@ -78,6 +80,39 @@ class PlainWeights:
 
 
 @dataclass(frozen=True)
+class EncodedWeights(PlainWeights, abc.ABC):
+    """Weights of which some are held as their `encoding` says, and decoded by that."""
+
+    @abc.abstractmethod
+    def held_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a weight that is quantised; None: it is plain."""
+
+    def read_into(
+        self,
+        name: str,
+        out: NDArray[Any],
+        index: tuple[slice, ...] | None = None,
+        *,
+        transpose: bool = False,
+    ) -> None:
+        shape = self.held_shape(name)
+        if shape is None:
+            super().read_into(name, out, index, transpose=transpose)
+            return
+        found = self.encoding(name, shape, -1)
+        assert found is not None
+        decode_into(found, name, shape, out, index, transpose=transpose)
+
+    def check_order(self, tensor: str, inputs: int, group: int, called: str) -> None:
+        """Raise CheckpointError unless the groups that a tensor tells of are of neighbours."""
+        if not np.array_equal(self.tensors.read(tensor), np.arange(inputs) // group):
+            raise CheckpointError(
+                f"{self.tensors.folder}: tensor {tensor}: groups that follow the activations "
+                f"({called}) are not supported, expected groups of neighbours"
+            )
+
+
+@dataclass(frozen=True)
 class BlockScaledWeights(PlainWeights):
     """Matrices in float8_e4m3fn with a factor for each block (DeepSeek-V3, 2024, section 3.3).
 
@@ -107,7 +142,7 @@ class BlockScaledWeights(PlainWeights):
         if name + SCALE not in self.tensors:
             return None
         values, scales = TensorOf(self.tensors), TensorOf(self.tensors, SCALE)
-        return Encoding("fp8", self.block, values, scales, np.dtype(np.float32))
+        return Encoding(Format("fp8", self.block), values, scales, np.dtype(np.float32))
 
     def read_into(
         self,

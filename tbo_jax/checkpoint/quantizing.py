@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from tbo_jax.checkpoint.encoding import Encoding, Index
 from tbo_jax.checkpoint.quantized import PlainWeights
 from tbo_jax.checkpoint.tensors import TensorFolder, assign
-from tbo_jax.quantized.array import STORED_AS
+from tbo_jax.quantized.array import STORED_AS, Format
 
 Quantize = Literal["stored", "none", "fp8", "int8"]
-QUANTIZE: tuple[Quantize, ...] = ("stored", "none", "fp8", "int8")
+QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 Target = Literal["fp8", "int8"]
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
@@ -36,7 +36,7 @@ class QuantizingWeights(PlainWeights):
         block = (1, shape[-1]) if inputs == -1 else (shape[-2], 1)
         values = _Quantizing(self.tensors, self.kind, inputs, factors=False)
         scales = _Quantizing(self.tensors, self.kind, inputs, factors=True)
-        return Encoding(self.kind, block, values, scales, np.dtype(np.float32))
+        return Encoding(Format(self.kind, block), values, scales, np.dtype(np.float32))
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tbo_jax.checkpoint.encoding import Encoding, Index, TensorOf, decode_into
-from tbo_jax.checkpoint.quantized import FLOAT8, PlainWeights
+from tbo_jax.checkpoint.encoding import Encoding, Index, PartReader, TensorOf, halves
+from tbo_jax.checkpoint.quantized import FLOAT8, EncodedWeights
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
+from tbo_jax.quantized.array import Format, Kind
 
 WEIGHT = "weight"
 SCALE, PACKED, SHAPE = "weight_scale", "weight_packed", "weight_shape"
@@ -32,7 +33,7 @@ _OF_ACTIVATIONS = ".input_scale", ".input_zero_point", ".output_scale", ".input_
 
 
 @dataclass(frozen=True)
-class ScaledWeights(PlainWeights):
+class ScaledWeights(EncodedWeights):
     """A `WeightFormat`: what has a `weight_scale` is quantised, the rest is plain.
 
     `block` is that of factors for blocks; the other kinds show in the shape of the factors.
@@ -45,7 +46,7 @@ class ScaledWeights(PlainWeights):
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         base = name.removesuffix(WEIGHT)
-        if not name.endswith(WEIGHT) or base + SCALE not in self.tensors:
+        if not self._is_scaled(name):
             return {name: shape}
         if len(shape) != 2:
             raise CheckpointError(
@@ -71,70 +72,47 @@ class ScaledWeights(PlainWeights):
             if base + ZEROS in self.tensors:
                 found[base + ZEROS] = self.tensors.info(base + ZEROS).shape
             return found
-        self._check_order(base, shape)
         rows, columns = shape
+        if base + ORDER in self.tensors:
+            found[base + ORDER] = (columns,)
+            self.check_order(base + ORDER, columns, self._block(name, shape)[1], "act-order")
         found[base + PACKED] = (rows, -(-columns // (4 if self._has_8_bits(base, shape) else 8)))
         if base + SHAPE in self.tensors:
             found[base + SHAPE] = (2,)
         if self._has_8_bits(base, shape):
             self._check_no_zeros(base)
         if base + ZEROS in self.tensors:
-            found[base + ZEROS] = (-(-rows // 8), self._groups(name, shape))
-        if base + ORDER in self.tensors:
-            found[base + ORDER] = (columns,)
+            found[base + ZEROS] = (-(-rows // 8), -(-columns // self._block(name, shape)[1]))
         return found
 
     def encoding(self, name: str, shape: tuple[int, ...], inputs: int) -> Encoding | None:
-        return self._encoding(name, shape)
-
-    def read_into(
-        self,
-        name: str,
-        out: NDArray[Any],
-        index: Index | None = None,
-        *,
-        transpose: bool = False,
-    ) -> None:
-        base = name.removesuffix(WEIGHT)
-        if base == name or base + SCALE not in self.tensors:
-            super().read_into(name, out, index, transpose=transpose)
-            return
-        shape = self._shape(base)
-        found = self._encoding(name, shape)
-        assert found is not None
-        decode_into(found, name, shape, out, index, transpose=transpose)
-
-    def _shape(self, base: str) -> tuple[int, ...]:
+        if not self._is_scaled(name):
+            return None
+        base, block = name.removesuffix(WEIGHT), self._block(name, shape)
+        of_blocks = tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
+        scales = TensorOf(self.tensors, SCALE, WEIGHT, of_blocks)
+        dtype = self.tensors.info(base + SCALE).dtype
         if base + PACKED not in self.tensors:
-            return self.tensors.info(base + WEIGHT).shape
+            kind: Kind = "fp8" if self.tensors.info(name).dtype == FLOAT8 else "int8"
+            return Encoding(Format(kind, block), TensorOf(self.tensors), scales, dtype)
+        packed = PackedRows(self.tensors)
+        if self._has_8_bits(base, shape):
+            return Encoding(Format("int8", block), PackedInt8(packed), scales, dtype)
+        zeros = PackedColumns(self.tensors) if base + ZEROS in self.tensors else None
+        return Encoding(Format("int4", block), packed, scales, dtype, zeros)
+
+    def held_shape(self, name: str) -> tuple[int, ...] | None:
+        base = name.removesuffix(WEIGHT)
+        if not self._is_scaled(name):
+            return None
+        if base + PACKED not in self.tensors:
+            return self.tensors.info(name).shape
         if base + SHAPE in self.tensors:
             return tuple(int(n) for n in self.tensors.read(base + SHAPE))
         raise CheckpointError(f"{self._where(base + SHAPE)} is missing")
 
-    def _encoding(self, name: str, shape: tuple[int, ...]) -> Encoding | None:
-        base = name.removesuffix(WEIGHT)
-        if base == name or base + SCALE not in self.tensors:
-            return None
-        block = self._block(name, shape)
-        of_blocks = tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
-        scales = TensorOf(self.tensors, SCALE, WEIGHT, of_blocks)
-        dtype = self.tensors.info(base + SCALE).dtype
-        if base + PACKED in self.tensors:
-            if self._has_8_bits(base, shape):
-                return Encoding("int8", block, PackedInt8(self.tensors), scales, dtype)
-            zeros = None
-            if base + ZEROS in self.tensors:
-                zeros = PackedColumns(self.tensors, ZEROS, WEIGHT)
-            return Encoding(
-                "int4", block, PackedRows(self.tensors, PACKED, WEIGHT), scales, dtype, zeros
-            )
-        kind = self.tensors.info(name).dtype
-        return Encoding(
-            "fp8" if kind == FLOAT8 else "int8", block, TensorOf(self.tensors), scales, dtype
-        )
-
-    def _groups(self, name: str, shape: tuple[int, ...]) -> int:
-        return -(-shape[1] // self._block(name, shape)[1])
+    def _is_scaled(self, name: str) -> bool:
+        return name.endswith(WEIGHT) and name.removesuffix(WEIGHT) + SCALE in self.tensors
 
     def _block(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
         """Outputs and inputs that share a factor, from the shape of the factors."""
@@ -156,17 +134,6 @@ class ScaledWeights(PlainWeights):
             + ("groups of inputs" if self.block is None else f"blocks of {list(self.block)}")
         )
 
-    def _check_order(self, base: str, shape: tuple[int, ...]) -> None:
-        if base + ORDER not in self.tensors:
-            return
-        order = self.tensors.read(base + ORDER)
-        width = self._block(base + WEIGHT, shape)[1]
-        if not np.array_equal(order, np.arange(shape[1]) // width):
-            raise CheckpointError(
-                f"{self._where(base + ORDER)}: groups that follow the activations (act-order) are "
-                "not supported, expected groups of neighbours"
-            )
-
     def _has_8_bits(self, base: str, shape: tuple[int, ...]) -> bool:
         """Whether an int32 holds four numbers instead of eight."""
         return self.tensors.info(base + PACKED).shape == (shape[0], -(-shape[1] // 4))
@@ -183,77 +150,41 @@ class ScaledWeights(PlainWeights):
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class PackedRows(PartReader):
     """The bytes of int32 [out, N]: [out, 4 N], the lowest of each first."""
 
     tensors: TensorFolder
-    suffix: str
-    instead_of: str
 
-    def read_into(
-        self,
-        name: str,
-        out: NDArray[Any],
-        index: Index | None = None,
-        *,
-        transpose: bool = False,
-    ) -> None:
-        tensor = name.removesuffix(self.instead_of) + self.suffix
-        width = 4 * self.tensors.info(tensor).shape[1]
+    def read(self, name: str, index: Index | None) -> NDArray[Any]:
+        tensor = name.removesuffix(WEIGHT) + PACKED
         rows, columns = index or (slice(None), slice(None))
-        start, stop, _ = columns.indices(width)
+        start, stop, _ = columns.indices(4 * self.tensors.info(tensor).shape[1])
         read = self.tensors.read(tensor, (rows, slice(start // 4, -(-stop // 4))))
-        part = as_bytes(read)[:, start % 4 :][:, : stop - start]
-        out[...] = part.T if transpose else part
+        return as_bytes(read)[:, start % 4 :][:, : stop - start]
 
 
 @dataclass(frozen=True)
-class PackedInt8:
+class PackedInt8(PartReader):
     """Numbers of 8 bits [out, in], four to an int32, more by 128."""
 
-    tensors: TensorFolder
+    packed: PackedRows
 
-    def read_into(
-        self,
-        name: str,
-        out: NDArray[Any],
-        index: Index | None = None,
-        *,
-        transpose: bool = False,
-    ) -> None:
-        read = np.empty(out.T.shape if transpose else out.shape, np.uint8)
-        PackedRows(self.tensors, PACKED, WEIGHT).read_into(name, read, index)
-        part = (read ^ 128).view(np.int8)
-        out[...] = part.T if transpose else part
+    def read(self, name: str, index: Index | None) -> NDArray[Any]:
+        return (self.packed.read(name, index) ^ 128).view(np.int8)
 
 
 @dataclass(frozen=True)
-class PackedColumns:
+class PackedColumns(PartReader):
     """Zero points of 4 bits [out, G], eight to an int32 along the outputs."""
 
     tensors: TensorFolder
-    suffix: str
-    instead_of: str
 
-    def read_into(
-        self,
-        name: str,
-        out: NDArray[Any],
-        index: Index | None = None,
-        *,
-        transpose: bool = False,
-    ) -> None:
-        packed = self.tensors.read(name.removesuffix(self.instead_of) + self.suffix)
+    def read(self, name: str, index: Index | None) -> NDArray[Any]:
+        packed = self.tensors.read(name.removesuffix(WEIGHT) + ZEROS)
         whole = halves(as_bytes(np.ascontiguousarray(packed.T))).T
-        part = whole if index is None else whole[index]
-        out[...] = part.T if transpose else part
+        return whole if index is None else whole[index]
 
 
 def as_bytes(packed: NDArray[np.int32]) -> NDArray[np.uint8]:
     """[..., N] int32 -> [..., 4 N] uint8, the lowest first."""
     return np.ascontiguousarray(packed).astype("<i4", copy=False).view(np.uint8)
-
-
-def halves(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[..., N] -> [..., 2 N]: the low half of each byte, then the high one."""
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)

@@ -47,23 +47,24 @@ class Format:
         Raises:
             ValueError: numbers of 4 bits, and an odd count of them.
         """
-        return halved(shape, self.packed) if self.is_packed else shape
+        if not self.is_packed:
+            return shape
+        halves = list(shape)
+        if halves[self.packed] % 2:
+            raise ValueError(
+                f"{halves[self.packed]} numbers of 4 bits do not fill bytes: expected an even count"
+            )
+        halves[self.packed] //= 2
+        return tuple(halves)
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the factors of an array of `shape`."""
         *lead, rows, columns = shape
         return (*lead, -(-rows // self.block[0]), -(-columns // self.block[1]))
 
-
-def halved(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """`shape` with half as much along `axis`; ValueError if that is odd."""
-    halves = list(shape)
-    if halves[axis] % 2:
-        raise ValueError(
-            f"{halves[axis]} numbers of 4 bits do not fill bytes: expected an even count"
-        )
-    halves[axis] //= 2
-    return tuple(halves)
+    def turned(self) -> Format:
+        """That of an array with the last two dimensions the other way round."""
+        return Format(self.kind, (self.block[1], self.block[0]), -2 if self.packed == -1 else -1)
 
 
 @functools.partial(
@@ -83,6 +84,21 @@ class QuantizedArray:
     scales: jax.Array  # as `Format.scales_shape` says; of mxfp4 exponents in uint8, 127 for 1
     zeros: jax.Array | None  # of int4: as many as there are factors, uint8; None: 8
     format: Format
+
+    @classmethod
+    def abstract(
+        cls, form: Format, shape: tuple[int, ...], scale_dtype: Any, *, zeros: bool = False
+    ) -> QuantizedArray:
+        """One of shapes in place of arrays, for numbers of `shape`; `zeros`: it has zero points.
+
+        Raises:
+            ValueError: as `Format.values_shape`.
+        """
+        of_blocks = form.scales_shape(shape)
+        values: Any = jax.ShapeDtypeStruct(form.values_shape(shape), STORED_AS[form.kind])
+        scales: Any = jax.ShapeDtypeStruct(of_blocks, scale_dtype)
+        zero: Any = jax.ShapeDtypeStruct(of_blocks, jnp.uint8) if zeros else None
+        return cls(values, scales, zero, form)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.parallel.sharding import leaf_specs
 from tbo_jax.quantized import gpu_product
-from tbo_jax.quantized.array import STORED_AS, Format, Kind, QuantizedArray
+from tbo_jax.quantized.array import Format, Kind, QuantizedArray
 
 Weights = Literal["bf16", "fp8", "int8", "int4", "mxfp4"]
 
@@ -59,15 +59,9 @@ def _format(path: tuple[Any, ...], variable: nnx.Variable, weights: Kind) -> For
 def _abstract(form: Format, shape: tuple[int, ...], path: tuple[Any, ...]) -> QuantizedArray:
     scales = {"int4": jnp.bfloat16, "mxfp4": jnp.uint8}.get(form.kind, jnp.float32)
     try:
-        held: Any = form.values_shape(shape)
+        return QuantizedArray.abstract(form, shape, scales)
     except ValueError as error:
         raise ValueError(f"{'.'.join(map(str, path))} of shape {list(shape)}: {error}") from error
-    return QuantizedArray(
-        jax.ShapeDtypeStruct(held, STORED_AS[form.kind]),  # type: ignore[arg-type]
-        jax.ShapeDtypeStruct(form.scales_shape(shape), scales),  # type: ignore[arg-type]
-        None,
-        form,
-    )
 
 
 def expert_weight_bits(model: CausalLM) -> float | None:

@@ -64,7 +64,7 @@ def test_odd_numbers(tmp_path: Path, kind: Any) -> None:
     rows[4, 5] = -1
     save_file({"w": rows}, tmp_path / "model.safetensors")
     encoding = QuantizingWeights(TensorFolder.open(tmp_path), kind).encoding("w", rows.shape, -1)
-    assert isinstance(encoding, Encoding) and encoding.block == (1, 6)
+    assert isinstance(encoding, Encoding) and encoding.form.block == (1, 6)
     values = np.empty(rows.shape, np.int8 if kind == "int8" else ml_dtypes.float8_e4m3fn)
     scales = np.empty((5, 1), np.float32)
     encoding.values.read_into("w", values)

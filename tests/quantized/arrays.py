@@ -24,11 +24,6 @@ FORMS = {
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
-def turned(form: Format) -> Format:
-    """The form of the matrices the other way round."""
-    return Format(form.kind, form.block[::-1], -3 - form.packed)  # type: ignore[arg-type]
-
-
 def random_array(
     form: Format,
     shape: tuple[int, ...],

@@ -24,7 +24,7 @@ from tbo_jax.quantized.array import (
     times_each,
 )
 from tests.moe.stacks import one_by_one
-from tests.quantized.arrays import FORMS, decoded_in_numpy, random_array, turned
+from tests.quantized.arrays import FORMS, decoded_in_numpy, random_array
 
 SHAPE = 3, 256, 512
 
@@ -52,7 +52,7 @@ def test_every_number_of_each_format() -> None:
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_decoded(name: str, zeros: bool) -> None:
-    for form in (FORMS[name], turned(FORMS[name])):
+    for form in (FORMS[name], FORMS[name].turned()):
         array = random_array(form, SHAPE, zeros=zeros and form.kind == "int4", scale=np.float16)
         expected = decoded_in_numpy(array)
         assert array.shape == expected.shape == SHAPE
@@ -76,7 +76,7 @@ def test_products(name: str, dtype: object) -> None:
     if gpu_product.takes(len(x), dtype, array):
         assert error(gpu_product.product(x, array, interpret=True), expected) < within
 
-    other = random_array(turned(FORMS[name]), SHAPE[:0:-1], zeros=zeros)
+    other = random_array(FORMS[name].turned(), SHAPE[:0:-1], zeros=zeros)
     expected = np.asarray(x, np.float64) @ decoded_in_numpy(other).astype(np.float64)
     assert error(times(x, other), expected) < within
 
@@ -87,7 +87,7 @@ def test_products_of_heads(name: str | None) -> None:
     x = np.random.default_rng(1).normal(size=(9, 3, 512)).astype(np.float32)
     for summed, shape in ((-1, (3, 128, 512)), (-2, (3, 512, 128))):
         form = FORMS[name or "fp8, blocks"]
-        array = random_array(form if summed == -1 else turned(form), shape)
+        array = random_array(form if summed == -1 else form.turned(), shape)
         matrix = decoded_in_numpy(array)
         axes = "tnk,nrk->tnr" if summed == -1 else "tnk,nkr->tnr"
         expected = np.einsum(axes, x, matrix.astype(np.float64))
@@ -113,7 +113,7 @@ def test_experts(name: str) -> None:
         scales = array.scales.at[3].set(nothing)
         return QuantizedArray(array.values, scales, array.zeros, array.format)
 
-    form = turned(FORMS[name])
+    form = FORMS[name].turned()
     gate_up = random_array(form, (experts, hidden, 2 * width), 1, zeros="128" in name)
     down = random_array(form, (experts, width, hidden), 2, zeros="128" in name)
     x = rng.normal(size=(rows, hidden)).astype(np.float32) / 64
@@ -127,7 +127,7 @@ def test_experts(name: str) -> None:
 
 def test_layers_of_a_stack() -> None:
     """Experts of one layer out of those of all, as scanned layers have them."""
-    form = turned(FORMS["int4, groups of 32"])
+    form = FORMS["int4, groups of 32"].turned()
     gate_up, down = random_array(form, (2, 3, 64, 128)), random_array(form, (2, 3, 64, 64), 1)
     whole = ExpertWeights(gate_up, down).of_layer(jnp.int32(1))
     assert whole.num_experts == 3
