@@ -19,7 +19,14 @@ from jax.experimental.pallas import triton as plgpu
 
 from tbo_jax.moe.kernel import ExpertKernel, ExpertLoad, ExpertShape
 from tbo_jax.quantized.array import QuantizedArray
-from tbo_jax.quantized.gpu_block import Block, is_readable, load_inputs, multiply, readable
+from tbo_jax.quantized.gpu_block import (
+    Block,
+    dot,
+    is_readable,
+    load_inputs,
+    multiply,
+    readable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -239,31 +246,16 @@ def _sum_kernel(results, place, weights, out, *, tile, block):
     _store(out, row, columns, total, inside)
 
 
-def _dot(x, weights):
-    # Else the tensor cores round float32 to 10 bits.
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return plgpu.dot(x, weights, precision=precision)
-
-
 def _products(rows, row, step, live, weights, expert, starts, block):
     """Block `step` of some rows times an expert's, for `block` columns from each of `starts`."""
-    if not isinstance(weights, QuantizedArray):
-        x, inner = _load(rows, row, step, live)
-        return [_dot(x, weights[expert, inner, pl.ds(start, block)]) for start in starts]
     size = rows.shape[1] // _steps(rows)
+    inputs = load_inputs(rows, row, step * size, size, live, weights)
+    if not isinstance(weights, QuantizedArray):
+        x, inner = inputs[0], pl.ds(step * size, size)
+        return [dot(x, weights[expert, inner, pl.ds(start, block)]) for start in starts]
     columns = [start + jnp.arange(block, dtype=jnp.int32) for start in starts]
     blocks = [Block((expert,), step * size, size, column) for column in columns]
-    inputs = load_inputs(rows, row, blocks[0], live, weights.format.is_packed)
     return [multiply(inputs, weights, block, -2) for block in blocks]
-
-
-def _load(ref, row, step, live):
-    """Block `step` of the summed axis of some rows, zero where they are not live; and its place."""
-    size = ref.shape[1] // _steps(ref)
-    inner = step * size + jnp.arange(size, dtype=jnp.int32)
-    zero = jnp.zeros((), ref.dtype)
-    block = plgpu.load(ref.at[row[:, None], inner[None, :]], mask=live[:, None], other=zero)
-    return block, pl.ds(step * size, size)
 
 
 def _steps(ref):

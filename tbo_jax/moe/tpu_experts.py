@@ -56,9 +56,7 @@ class TpuExperts(ExpertKernel):
         return None
 
     def __call__(self, rows, experts, weights, matrices):
-        if isinstance(matrices.gate_up, QuantizedArray) or isinstance(
-            matrices.down, QuantizedArray
-        ):
+        if any(isinstance(m, QuantizedArray) for m in (matrices.gate_up, matrices.down)):
             # The kernel reads bfloat16; XLA decodes those experts that have rows, one at a time.
             return apply_experts(rows, experts, weights, matrices)
         num_rows, top_k = experts.shape

@@ -12,6 +12,7 @@ the first two.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Literal
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from tbo_jax.overlap.checks import whole_number
 from tbo_jax.quantized.array import QuantizedArray
@@ -106,6 +107,11 @@ def parameter_spec(path: Sequence[object], parameter: nnx.Variable, mesh: Mesh) 
     # Scanned layers have an axis of layers in front.
     before = [None] * (shard.dimension + ("stacked" in path))
     return PartitionSpec(*before, DEVICES if shard.axis == "experts" else TENSOR)
+
+
+def bytes_on_device(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding) -> int:
+    """Bytes that each device has of an array that is so shared out."""
+    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def leaf_specs(path: Sequence[object], parameter: nnx.Variable, mesh: Mesh) -> list[PartitionSpec]:

@@ -153,9 +153,7 @@ class QuantizedArray:
 
     def factors(self) -> jax.Array:
         """The factors as float32, one for each block."""
-        if self.format.kind == "mxfp4":
-            return decode_e8m0(self.scales)
-        return self.scales.astype(jnp.float32)
+        return decode_scales(self.format, self.scales)
 
     def decode(self, dtype: Any) -> jax.Array:
         """[..., N, K]: the float32 products, rounded once to `dtype`."""
@@ -237,6 +235,11 @@ def decode_e4m3(bits: jax.Array) -> jax.Array:
     half = jax.lax.bitcast_convert_type(((wide & 128) << 8) | ((wide & 127) << 7), jnp.float16)
     number = half.astype(jnp.float32) * jnp.float32(1 << 8)
     return jnp.where((wide & 127) == 127, jnp.float32(jnp.nan), number)
+
+
+def decode_scales(form: Format, scales: jax.Array) -> jax.Array:
+    """Factors of a form, as they are held, as float32."""
+    return decode_e8m0(scales) if form.kind == "mxfp4" else scales.astype(jnp.float32)
 
 
 def decode_e8m0(exponents: jax.Array) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from tbo_jax.quantized.array import (
     as_bits,
     decode_e2m1,
     decode_e4m3,
-    decode_e8m0,
+    decode_scales,
 )
 
 
@@ -48,23 +47,23 @@ def readable(matrix: QuantizedArray) -> QuantizedArray:
     return replace(matrix, values=as_bits(matrix.values))
 
 
-def load_inputs(rows: Any, row: jax.Array, block: Block, live: jax.Array, packed: bool) -> Any:
-    """The block's inputs of some rows, [M, S], zero where not `live`; with `packed` two of [M, S/2]
+def load_inputs(
+    rows: Any, row: jax.Array, start: Any, size: int, live: jax.Array, matrix: Any
+) -> tuple[jax.Array, ...]:
+    """`size` inputs of some rows, from `start` on, as they multiply `matrix`; zero if not live.
 
-    Numbers of 4 bits stand two to a byte; the even inputs are for the low halves, the odd ones for
-    the high.
+    [M, size]. Of numbers of 4 bits two stand in a byte: then two of [M, size / 2], the even inputs
+    for the low halves, and the odd ones for the high.
     """
-    step = 2 if packed else 1
-    inner = block.start + step * jnp.arange(block.size // step, dtype=jnp.int32)
+    packed = isinstance(matrix, QuantizedArray) and matrix.format.is_packed
+    place = jnp.arange(size // 2 if packed else size, dtype=jnp.int32)
+    inner = start + (2 * place if packed else place)
 
-    def load(first: int) -> jax.Array:
-        return plgpu.load(
-            rows.at[row[:, None], (inner + first)[None, :]],
-            mask=live[:, None],
-            other=jnp.zeros((), rows.dtype),
-        )
+    def load(inner: jax.Array) -> jax.Array:
+        zero = jnp.zeros((), rows.dtype)
+        return plgpu.load(rows.at[row[:, None], inner[None, :]], mask=live[:, None], other=zero)
 
-    return tuple(load(first) for first in range(step))
+    return (load(inner), load(inner + 1)) if packed else (load(inner),)
 
 
 def multiply(
@@ -94,8 +93,7 @@ def multiply(
         shape = count, size, found.shape[1]
         return jnp.broadcast_to(found[:, None, :], shape).reshape(raw.shape)
 
-    factors = spread(matrix.scales)
-    factors = decode_e8m0(factors) if form.kind == "mxfp4" else factors.astype(jnp.float32)
+    factors = decode_scales(form, spread(matrix.scales))
     numbers: tuple[jax.Array, ...] = (raw,)
     if form.is_packed:
         numbers = raw & 15, raw >> 4
@@ -108,7 +106,7 @@ def multiply(
         numbers = tuple(half.astype(jnp.float32) - zero for half in numbers)
     if count > 1:
         numbers = tuple(half.astype(jnp.float32) * factors for half in numbers)
-    total = sum(_dot(x, half.astype(dtype)) for x, half in zip(inputs, numbers, strict=True))
+    total = sum(dot(x, half.astype(dtype)) for x, half in zip(inputs, numbers, strict=True))
     return total * factors if count == 1 else total
 
 
@@ -120,12 +118,8 @@ def _load(
     return plgpu.load(array.at[(*lead, *(pair if summed == -2 else pair[::-1]))])
 
 
-def _dot(x: jax.Array, weights: jax.Array) -> jax.Array:
+def dot(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """[M, S], [S, C] -> [M, C] float32; of float32 with all its bits."""
     # Else the tensor cores round float32 to 10 bits.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return plgpu.dot(x, weights, precision=precision)
-
-
-def largest_split(steps: int, most: int) -> int:
-    """The largest power of two up to `most` that divides `steps`."""
-    return math.gcd(steps, 1 << max(0, most.bit_length() - 1))

@@ -20,7 +20,6 @@ from tbo_jax.quantized.array import QuantizedArray
 from tbo_jax.quantized.gpu_block import (
     Block,
     is_readable,
-    largest_split,
     load_inputs,
     multiply,
     readable,
@@ -85,7 +84,9 @@ def _cut(rows: int, inputs: int, columns: int, dtype: Any) -> tuple[int, int, in
     tile = min(max(1 << (rows - 1).bit_length(), SMALLEST_TILE), LARGEST_TILE)
     programs = -(-rows // tile) * (columns // COLUMNS)
     steps = inputs * jnp.dtype(dtype).itemsize // INNER_BYTES
-    return tile, steps, largest_split(steps, PROGRAMS // max(1, programs))
+    most = PROGRAMS // max(1, programs)
+    # The largest power of two up to `most` that divides the steps.
+    return tile, steps, math.gcd(steps, 1 << max(0, most.bit_length() - 1))
 
 
 def _kernel(x: Any, weight: QuantizedArray, out: Any, *, tile: int, steps: int) -> None:
@@ -97,7 +98,7 @@ def _kernel(x: Any, weight: QuantizedArray, out: Any, *, tile: int, steps: int) 
 
     def add(step: Any, total: jax.Array) -> jax.Array:
         block = Block((), (part * steps + step) * size, size, column)
-        inputs = load_inputs(x, row, block, live, weight.format.is_packed)
+        inputs = load_inputs(x, row, block.start, size, live, weight)
         return total + multiply(inputs, weight, block, -1)
 
     total = jax.lax.fori_loop(0, steps, add, jnp.zeros((tile, COLUMNS), jnp.float32))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
-from tbo_jax.parallel.sharding import leaf_specs
+from tbo_jax.parallel.sharding import bytes_on_device, leaf_specs
 from tbo_jax.quantized import gpu_product
 from tbo_jax.quantized.array import Format, Kind, QuantizedArray
 
@@ -69,16 +69,16 @@ def expert_weight_bits(model: CausalLM) -> float | None:
     for _, variable in nnx.to_flat_state(nnx.state(model)):
         if variable.get_metadata().get("inputs") == -2:
             value = variable.get_raw_value()
-            held = sum(_bytes(leaf) for leaf in jax.tree.leaves(value))
+            held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
             return 8 * held / math.prod(value.shape)
     return None
 
 
-def bytes_on_device(path: tuple[Any, ...], variable: nnx.Variable, mesh: Mesh) -> int:
+def parameter_bytes(path: tuple[Any, ...], variable: nnx.Variable, mesh: Mesh) -> int:
     """Bytes of a parameter that a device of `mesh` has."""
     leaves = jax.tree.leaves(variable.get_raw_value())
     return sum(
-        math.prod(NamedSharding(mesh, spec).shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        bytes_on_device(leaf, NamedSharding(mesh, spec))
         for leaf, spec in zip(leaves, leaf_specs(path, variable, mesh), strict=True)
     )
 
@@ -96,7 +96,3 @@ def product_work(model: CausalLM, mesh: Mesh, rows: set[int]) -> Mapping[str, tu
         for count in rows:
             work |= gpu_product.expected_work(count, columns, inputs, value, jnp.bfloat16)
     return work
-
-
-def _bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize

@@ -32,8 +32,8 @@ from tbo_jax.schedule.cost import Work
 from tbo_jax.schedule.held_weights import (
     Weights,
     abstract_model,
-    bytes_on_device,
     expert_weight_bits,
+    parameter_bytes,
     product_work,
 )
 from tbo_jax.schedule.report import ScheduleReport, inspect
@@ -251,7 +251,7 @@ def layer_bytes(config: DecoderConfig, mesh: Mesh, shape: StepShape, held: Weigh
 def _weight_bytes(config: DecoderConfig, mesh: Mesh, held: Weights) -> int:
     """Bytes of the layers' weights on a device."""
     state = nnx.to_flat_state(nnx.state(abstract_model(config, False, held)))
-    return sum(bytes_on_device(path, leaf, mesh) for path, leaf in state if path[0] == "layers")
+    return sum(parameter_bytes(path, leaf, mesh) for path, leaf in state if path[0] == "layers")
 
 
 def _lower_decoding(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -31,7 +30,7 @@ from tbo_jax.overlap.stages import StackedLayers
 from tbo_jax.parallel.exchange import Exchange, LocalExchange, Transport, in_chunks
 from tbo_jax.parallel.exchange.message import DispatchDtype
 from tbo_jax.parallel.processes import over_ranks
-from tbo_jax.parallel.sharding import RANKS, TENSOR, leaf_specs, num_ranks
+from tbo_jax.parallel.sharding import RANKS, TENSOR, bytes_on_device, leaf_specs, num_ranks
 from tbo_jax.parallel.tensor_parallel import TensorParallel
 from tbo_jax.step.compiler_options import Options, compiler_options
 from tbo_jax.step.deterministic import check_deterministic
@@ -242,11 +241,7 @@ class ModelRunner:
     @property
     def largest_weight(self) -> int:
         """Bytes of the largest array of the weights on one device."""
-        return max(self._bytes_on_device(leaf) for leaf in self._weights)
-
-    @staticmethod
-    def _bytes_on_device(leaf: jax.Array) -> int:
-        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        return max(bytes_on_device(leaf, leaf.sharding) for leaf in self._weights)
 
     def memory(self) -> dict[str, Any]:
         """Bytes of a device.
@@ -261,7 +256,7 @@ class ModelRunner:
         compiled = list(self._compiled.items())  # at once: another thread may be compiling
         held = {program_name(*key): program.memory_analysis() for key, program in compiled}
         return {
-            "weight_bytes": sum(self._bytes_on_device(leaf) for leaf in self._weights),
+            "weight_bytes": sum(bytes_on_device(leaf, leaf.sharding) for leaf in self._weights),
             "cache_bytes": self.cache.num_pages * of_page,
             "work_bytes": sum(a.size * a.dtype.itemsize for a in work) // num_ranks(self.mesh),
             "temporary_bytes": {
