@@ -14,7 +14,6 @@ import dataclasses
 import json
 import os
 import pickle
-import platform
 import selectors
 import socket
 import subprocess
@@ -24,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import host
+import engine_process
 import httpx
 import tyro
 
@@ -149,7 +148,7 @@ def main(args: Arguments) -> None:
     others = os.sched_getaffinity(0) - {max(os.sched_getaffinity(0))}
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/engine"
-        command = [sys.executable, str(Path(host.__file__).with_name("engine_process.py"))]
+        command = [sys.executable, engine_process.__file__]
         engine = subprocess.Popen(
             [*command, "--rows", str(args.clients), "--engine-at", path],
             preexec_fn=lambda: os.sched_setaffinity(0, others or os.sched_getaffinity(0)),
@@ -165,14 +164,7 @@ def main(args: Arguments) -> None:
                 process.kill()
                 process.wait()
             listening.close()
-    print(
-        f"{args.clients} clients, {os.cpu_count()} cores of {platform.machine()}, Python "
-        f"{platform.python_version()}; the device's work is replaced by constants"
-    )
-    for name, value in found.items():
-        print(f"{name.replace('_', ' ')} a second: {value:,.2f}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    engine_process.print_figures(f"{args.clients} clients", found, args.json)
 
 
 if __name__ == "__main__":

@@ -120,6 +120,18 @@ async def measure(path: str, args: Arguments) -> dict[str, Any]:
     return found
 
 
+def print_figures(load: str, found: dict[str, float], path: Path | None) -> None:
+    """Print what a load gave a second, and write it to a file if there is one."""
+    print(
+        f"{load}, {os.cpu_count()} cores of {platform.machine()}, Python "
+        f"{platform.python_version()}; the device's work is replaced by constants"
+    )
+    for name, value in found.items():
+        print(f"{name.replace('_', ' ')} a second: {value:,.2f}")
+    if path is not None:
+        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
 def main(args: Arguments) -> None:
     """Print the figures."""
     if args.engine_at is not None:
@@ -134,14 +146,7 @@ def main(args: Arguments) -> None:
         finally:
             engine.kill()
             engine.wait()
-    print(
-        f"{args.rows} requests, {os.cpu_count()} cores of {platform.machine()}, Python "
-        f"{platform.python_version()}; the device's work is replaced by constants"
-    )
-    for name, value in found.items():
-        print(f"{name.replace('_', ' ')} a second: {value:,.2f}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print_figures(f"{args.rows} requests", found, args.json)
 
 
 if __name__ == "__main__":

@@ -219,44 +219,36 @@ def run(args: Arguments) -> list[Change]:
         update(0, len(strategies) * len(steps))
         for shape in steps:
             for strategy in strategies:
-                # Only where there are chunks: whoever has another `inspect_model` knows no other.
-                chunks = strategy.expert_chunks
                 reports.append(
                     inspect_model(
                         config,
                         target,
                         shape,
                         micro_batches=strategy.micro_batches,
+                        expert_chunks=strategy.expert_chunks,
                         scanned=scanned,
                         transport=args.transport,
                         tensor=args.tensor_parallel,
                         weights=args.weights,
-                        **({"expert_chunks": chunks} if chunks > 1 else {}),
                     )
                 )
                 update(len(reports), len(strategies) * len(steps))
-    of_each = "device" if args.tensor_parallel == 1 else "rank"
+    step = ""  # several are named in the table
+    if len(steps) == 1:
+        of_each = "device" if args.tensor_parallel == 1 else "rank"
+        remat = " with remat" if args.remat else ""
+        step = f"{args.phase}{remat}, {args.tokens} tokens a {of_each}, "
+    held = "" if args.weights == "bf16" else f", weights in {args.weights}"
     title = (
-        f"{args.config}, {layers} of {whole.num_layers} layers {args.loop}; {args.phase}"
-        f"{' with remat' if args.remat else ''}, "
-        f"{args.tokens} tokens a {of_each}, context {args.context}, {args.transport}"
-        f"{'' if args.weights == 'bf16' else f', weights in {args.weights}'}; "
-        f"{target.name}, jax {jax.__version__}"
+        f"{args.config}, {layers} of {whole.num_layers} layers {args.loop}; {step}context "
+        f"{args.context}, {args.transport}{held}; {target.name}, jax {jax.__version__}"
     )
     if args.strategies:
         of_step = [
             reports[at : at + len(strategies)] for at in range(0, len(reports), len(strategies))
         ]
-        steps_title = (
-            title
-            if len(steps) == 1
-            else (
-                f"{args.config}, {layers} of {whole.num_layers} layers {args.loop}; context "
-                f"{args.context}, {args.transport}; {target.name}, jax {jax.__version__}"
-            )
-        )
-        print_strategies(steps_title, list(zip(steps, of_step, strict=True)), target,
-                         whole.num_layers - layers)  # fmt: skip
+        of_steps = list(zip(steps, of_step, strict=True))
+        print_strategies(title, of_steps, target, whole.num_layers - layers)
         if len(steps) > 1:
             return []
     else:

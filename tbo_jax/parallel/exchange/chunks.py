@@ -84,18 +84,8 @@ class _Choices:
         return cls(whole[..., :top_k], told[..., top_k + 1 :].astype(dtype), whole[..., top_k])
 
 
-class _InChunks(Exchange):
-    """An exchange that has no whole message to unpack."""
-
-    def unpack(self, received):
-        raise TypeError("an exchange in chunks is not unpacked: expected take_in")
-
-    def pack_results(self, results, received):
-        raise TypeError("an exchange in chunks has no one message back: expected give_back")
-
-
 @dataclass(frozen=True)
-class BlockChunks(_InChunks):
+class BlockChunks(Exchange):
     """A transport of blocks in chunks. See `Exchange`, and this module."""
 
     base: ShardedExchange  # whose rows tell of no choices
@@ -147,7 +137,7 @@ class BlockChunks(_InChunks):
         per_destination = self.num_experts // self.base.destinations
         owner = jnp.where(experts >= 0, experts // per_destination, -1)
         here = owner[:, :, None] == jnp.arange(self.base.destinations, dtype=jnp.int32)
-        group = self._group(experts % self.base.experts_per_device)[:, :, None]
+        group = self._group(experts)[:, :, None]
         first = jnp.where(here, group, count).min(1)
         last = jnp.where(here, group, -1).max(1)
         wanted = first < count
@@ -168,11 +158,16 @@ class BlockChunks(_InChunks):
         return self.base.form.join(hidden, none, none.astype(hidden.dtype))
 
     def _group(self, experts: jax.Array) -> jax.Array:
-        """The chunk of experts, which are numbered on their device."""
-        return experts * self.chunks // self.base.experts_per_device
+        return _group(experts, self.base.experts_per_device, self.chunks)
 
     def dispatch(self, message):
         return replace(message, rows=self.base.dispatch(message.rows))
+
+    def unpack(self, received):
+        raise TypeError("an exchange in chunks is not unpacked: expected take_in")
+
+    def pack_results(self, results, received):
+        raise TypeError("an exchange in chunks has no one message back: expected give_back")
 
     def take_in(self, received, places, kept):
         chunk, ends = received.chunk, received.ends
@@ -223,8 +218,11 @@ class BlockChunks(_InChunks):
 
 
 @dataclass(frozen=True)
-class RaggedChunks(_InChunks):
-    """The ragged transport in chunks: one for each, whose sizes are told together."""
+class RaggedChunks(Exchange):
+    """The ragged transport in chunks: one message for each, whose sizes are told together.
+
+    Each is unpacked as a whole exchange is, and leaves nothing for the next.
+    """
 
     sizes_are_data = True
 
@@ -232,8 +230,8 @@ class RaggedChunks(_InChunks):
     chunks: int
 
     def pack(self, hidden, experts, weights, arrived=None):
-        here = self.base.experts_per_device
-        group = jnp.where(experts >= 0, experts % here * self.chunks // here, -1)
+        group = _group(experts, self.base.experts_per_device, self.chunks)
+        group = jnp.where(experts >= 0, group, -1)
         chosen = [jnp.where(group == chunk, experts, -1) for chunk in range(self.chunks)]
         placements = [self.base.placement(ids) for ids in chosen]
         told = self.base.tell(placements, arrived)
@@ -246,11 +244,11 @@ class RaggedChunks(_InChunks):
     def dispatch(self, message):
         return self.base.dispatch(message)
 
-    def take_in(self, received, places, kept):
-        return *self.base.unpack(received), None
+    def unpack(self, received):
+        return self.base.unpack(received)
 
-    def give_back(self, results, received, places, kept):
-        return self.base.pack_results(results, received), None
+    def pack_results(self, results, received):
+        return self.base.pack_results(results, received)
 
     def combine(self, message):
         return self.base.combine(message)
@@ -261,6 +259,11 @@ class RaggedChunks(_InChunks):
 
     def link_bytes(self, tokens, hidden_size, dtype):
         return self.chunks * self.base.link_bytes(tokens, hidden_size, dtype)
+
+
+def _group(experts: jax.Array, here: int, chunks: int) -> jax.Array:
+    """The chunk of experts, numbered on their device or over all; a device has `here` of them."""
+    return experts % here * chunks // here
 
 
 def _starts_back(ends: tuple[int, ...]) -> tuple[int, ...]:
