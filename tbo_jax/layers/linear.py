@@ -13,7 +13,7 @@ from tbo_jax.parallel.sharding import Shard
 from tbo_jax.quantized import gpu_product
 from tbo_jax.quantized.array import QuantizedArray, times
 
-FEW_ROWS = 64  # up to here `project` puts the weight on the left on CPU
+FEW_ROWS = 64  # up to here `project` has forms of its own for CPU
 
 
 def project(x: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:
@@ -22,7 +22,8 @@ def project(x: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:
         return _quantized(x, weight).astype(x.dtype)
     if x.shape[0] > FEW_ROWS:
         return _plain(x, weight)
-    return jax.lax.platform_dependent(x, weight, cpu=_weight_on_the_left, default=_plain)
+    on_cpu = _summed_in_float32 if x.dtype == jnp.bfloat16 else _weight_on_the_left
+    return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=_plain)
 
 
 def _quantized(x: jax.Array, weight: QuantizedArray) -> jax.Array:
@@ -35,6 +36,15 @@ def _quantized(x: jax.Array, weight: QuantizedArray) -> jax.Array:
 
 def _plain(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum("tk,nk->tn", x, weight)
+
+
+def _summed_in_float32(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The same product, its float32 result rounded here: for that XLA:CPU calls a library.
+
+    40 products of [16, 576] and [1536, 576] in bfloat16, 2 cores: 17 ms against 104 with a bfloat16
+    result (jax 0.10.2; 8 and 8 on 0.12).
+    """
+    return times(x, weight, summed=-1).astype(x.dtype)
 
 
 def _weight_on_the_left(x: jax.Array, weight: jax.Array) -> jax.Array:
