@@ -60,6 +60,8 @@ def write_pages(cache: LayerCache, keys: jax.Array, values: jax.Array, batch: Fo
 class XlaAttention(AttentionKernel):
     """Attention that XLA compiles for any platform, shape and layout of the pages."""
 
+    key_block: int = KEY_BLOCK
+
     @classmethod
     def unsupported(cls, shape: AttentionShape, device: Any = None) -> str | None:
         return None
@@ -72,16 +74,30 @@ class XlaAttention(AttentionKernel):
     def query_block(self) -> int:
         return QUERY_BLOCK
 
-    def __call__(
+    def __call__(self, queries, cache, batch, work, *, query_block, **options):
+        tokens = queries.shape[0]
+        items = num_work_items(batch, query_block)
+        own = jax.tree.map(lambda of_each: of_each[:items], work)
+        out = self.of_items(queries, cache, batch, own, query_block=query_block, **options)
+        token = jnp.arange(tokens, dtype=jnp.int32)
+        item = work.token_item[:tokens]
+        picked = out[item, jnp.clip(token - own.first_token[item], 0, query_block - 1)]
+        return jnp.where((token < batch.num_tokens)[:, None, None], picked, jnp.zeros_like(picked))
+
+    def of_items(
         self, queries, cache, batch, work, *, query_block, scale, sliding_window=None, sinks=None
     ):
+        """Attention of each of the W items of `work`: [W, query_block, N, V].
+
+        The arguments are those of a call, but `work` has these items alone.
+        """
         tokens, heads, head_dim = queries.shape
         value_dim = self.shape.value_elements
         page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
         group = heads // kv_heads
-        items = num_work_items(batch, query_block)
-        row, first_token = work.row[:items], work.first_token[:items]
-        num_queries, first_position = work.num_queries[:items], work.first_position[:items]
+        row, first_token = work.row, work.first_token
+        num_queries, first_position = work.num_queries, work.first_position
+        items = row.shape[0]
 
         lane = jnp.arange(query_block, dtype=jnp.int32)
         source = jnp.minimum(first_token[:, None] + lane, tokens - 1)
@@ -94,7 +110,7 @@ class XlaAttention(AttentionKernel):
         )
 
         unseen = lowest[:, 0]  # the last key before those of the window
-        pages_per_block = max(1, KEY_BLOCK // page_size)
+        pages_per_block = max(1, self.key_block // page_size)
         block = pages_per_block * page_size
         spare = -batch.page_table.shape[1] % pages_per_block
         table = jnp.pad(batch.page_table, ((0, 0), (0, spare)))[row] + cache.first_page
@@ -159,11 +175,7 @@ class XlaAttention(AttentionKernel):
             _, total, acc = jax.lax.fori_loop(0, num_blocks, accumulate, start)
         out = acc / jnp.where(total == 0, 1.0, total)[..., None]
         out = out.reshape(items, kv_heads, group, query_block, value_dim).transpose(0, 3, 1, 2, 4)
-        out = out.reshape(items, query_block, heads, value_dim).astype(queries.dtype)
-        token = jnp.arange(tokens, dtype=jnp.int32)
-        item = work.token_item[:tokens]
-        picked = out[item, jnp.clip(token - first_token[item], 0, query_block - 1)]
-        return jnp.where((token < batch.num_tokens)[:, None, None], picked, jnp.zeros_like(picked))
+        return out.reshape(items, query_block, heads, value_dim).astype(queries.dtype)
 
 
 def expected_turns(context: int, page_size: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tbo_jax.attention.cpu_paged import CpuAttention
 from tbo_jax.attention.gpu_paged import GpuAttention
 from tbo_jax.attention.kernel import AttentionKernel, AttentionShape
 from tbo_jax.attention.paged import XlaAttention
@@ -30,7 +31,11 @@ EQUAL_BLOCK_ROWS = 16
 OLDEST_GPU = 8.0  # compute capability: bfloat16 tensor cores
 
 # By platform: "gpu" is one of NVIDIA from Ampere on.
-ATTENTION: Mapping[str, type[AttentionKernel]] = {"gpu": GpuAttention, "tpu": TpuAttention}
+ATTENTION: Mapping[str, type[AttentionKernel]] = {
+    "cpu": CpuAttention,
+    "gpu": GpuAttention,
+    "tpu": TpuAttention,
+}
 EXPERTS: Mapping[str, type[ExpertKernel]] = {"gpu": GpuExperts, "tpu": TpuExperts}
 
 

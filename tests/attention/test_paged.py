@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tbo_jax import gather_tokens, split_batch_decoder_layers
 from tbo_jax.attention.cache import LayerCache
+from tbo_jax.attention.cpu_paged import CpuAttention
 from tbo_jax.attention.dense import dense_causal_attention
 from tbo_jax.attention.paged import XlaAttention, write_pages
 from tbo_jax.attention.work import AttentionWork, plan_attention
@@ -36,13 +37,18 @@ TOKENS = SHAPE.tokens
 LATENT = Shape(kv_heads=1, head_dim=12, value_dim=8)
 
 
-def attend(batch, cache, queries, keys, values, *, query_block, options, shape=SHAPE):
+KERNELS = pytest.mark.parametrize("kernel", [XlaAttention, CpuAttention])
+
+
+def attend(
+    batch, cache, queries, keys, values, *, query_block, options, shape=SHAPE, kernel=XlaAttention
+):
     """One layer's write and read, as the context of the models does it."""
     # The work arrays are longer than needed and hold what an earlier step left there.
     old = AttentionWork(*(jnp.full(TOKENS + 3, 4321, jnp.int32) for _ in range(5)))
     cache = write_pages(cache, keys, values, batch)
     work = plan_attention(batch, query_block, old)
-    out = XlaAttention(shape.attention)(
+    out = kernel(shape.attention)(
         queries, cache, batch, work, query_block=query_block, scale=shape.scale,
         **options.arguments(shape.heads),
     )  # fmt: skip
@@ -67,8 +73,12 @@ spans_in_parts = jax.jit(partial(attend_in_parts, query_block=8, count=3, keep_s
 
 
 @cache
-def compiled(query_block: int, options: Options, shape: Shape = SHAPE) -> Any:
-    return jax.jit(partial(attend, query_block=query_block, options=options, shape=shape))
+def compiled(
+    query_block: int, options: Options, shape: Shape = SHAPE, kernel: Any = XlaAttention
+) -> Any:
+    return jax.jit(
+        partial(attend, query_block=query_block, options=options, shape=shape, kernel=kernel)
+    )
 
 
 def check_cache(case: Case, cache: LayerCache) -> None:
@@ -91,6 +101,7 @@ def check(
     check_cache(case, cache)
 
 
+@KERNELS
 @pytest.mark.parametrize(
     ("query_block", "options"),
     [
@@ -108,39 +119,49 @@ def check(
 @example(mix=([1, 17, 1, 5], [64, 120, 0, 0]), seed=2, layer=1)
 @example(mix=([], []), seed=3, layer=0)
 def test_ragged_batches_equal_the_full_softmax(
-    mix: tuple[list[int], list[int]], seed: int, layer: int, query_block: int, options: Options
+    mix: tuple[list[int], list[int]],
+    seed: int,
+    layer: int,
+    query_block: int,
+    options: Options,
+    kernel: Any,
 ) -> None:
     case = case_of(SHAPE, *mix, seed, layer)
-    run = compiled(query_block, options)
+    run = compiled(query_block, options, kernel=kernel)
     out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
     check(case, out, cache, 2e-6, options)
 
 
+@KERNELS
 @pytest.mark.parametrize("query_block", [1, 16])
 @pytest.mark.parametrize("window", [1, 5, 40])
-def test_what_is_before_the_window_may_be_anything(window: int, query_block: int) -> None:
+def test_what_is_before_the_window_may_be_anything(
+    window: int, query_block: int, kernel: Any
+) -> None:
     """These pages are given up, and others may write NaN to them."""
     for seed, mix in enumerate([([1, 17, 1, 5], [64, 120, 300, 0]), ([9, 1], [200, 33])]):
         case = case_of(SHAPE, *mix, seed, seed % 2)
         case = without_unseen(case, window)
-        run = compiled(query_block, Options(window=window))
+        run = compiled(query_block, Options(window=window), kernel=kernel)
         out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
         check(case, out, cache, 2e-6, Options(window=window))
 
 
+@KERNELS
 @pytest.mark.parametrize("query_block", [1, 16])
 @settings(max_examples=8, deadline=None)
 @given(mix=mixes(LATENT), seed=st.integers(0, 99), layer=st.sampled_from([0, 1]))
 @example(mix=([1, 17, 1, 5], [64, 120, 0, 0]), seed=2, layer=1)
 def test_latent_pages_hold_values_in_their_keys(
-    mix: tuple[list[int], list[int]], seed: int, layer: int, query_block: int
+    mix: tuple[list[int], list[int]], seed: int, layer: int, query_block: int, kernel: Any
 ) -> None:
     case = case_of(LATENT, *mix, seed, layer)
-    run = compiled(query_block, PLAIN, LATENT)
+    run = compiled(query_block, PLAIN, LATENT, kernel)
     out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
     check(case, out, cache, atol=2e-6)
 
 
+@KERNELS
 @pytest.mark.parametrize(
     ("query_block", "options", "shape"),
     [
@@ -152,10 +173,16 @@ def test_latent_pages_hold_values_in_their_keys(
 @settings(max_examples=15, deadline=None)
 @given(st.data(), st.sampled_from([1, 2]), st.integers(0, 99))
 def test_mask_offsets_say_what_a_token_sees(
-    query_block: int, options: Options, shape: Shape, data: Any, entries: int, seed: int
+    kernel: Any,
+    query_block: int,
+    options: Options,
+    shape: Shape,
+    data: Any,
+    entries: int,
+    seed: int,
 ) -> None:
     case = with_mask(case_of(shape, *data.draw(mixes(shape)), seed, seed % 2), entries, seed)
-    run = compiled(query_block, options, shape)
+    run = compiled(query_block, options, shape, kernel)
     out, cache = run(case.batch, case.cache, case.queries, case.keys, case.values)
     check(case, out, cache, 2e-6, options)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tbo_jax.attention.cpu_paged import CpuAttention
 from tbo_jax.attention.gpu_paged import GpuAttention
 from tbo_jax.attention.kernel import AttentionShape
 from tbo_jax.attention.paged import QUERY_BLOCK, XlaAttention
@@ -68,8 +69,9 @@ def test_by_device(on: Any, expected: Kernels) -> None:
     assert choose_kernels(on, SPARSE) == expected
 
 
-def test_on_cpu_all_is_plain_xla() -> None:
-    assert choose_kernels(jax.devices()[0], SPARSE) == BY_XLA
+def test_on_cpu_the_experts_are_those_of_xla() -> None:
+    expected = Kernels(CpuAttention(SHAPE), XlaExperts(EXPERTS))
+    assert choose_kernels(jax.devices()[0], SPARSE) == expected
 
 
 def test_the_query_block_fills_the_rows_of_a_program() -> None:
@@ -158,7 +160,7 @@ def test_batches_with_mask_offsets(caplog: Any) -> None:
     shape = attention_shape(SPARSE, masked=True)
     assert (on_gpu, on_cpu, on_tpu) == (
         GpuAttention(shape),
-        XlaAttention(shape),
+        CpuAttention(shape),
         XlaAttention(shape),
     )
     (record,) = caplog.records
@@ -181,9 +183,8 @@ LATENT = read_shape("deepseek-v3", 1)
             False,
             "TPU kernel for attention is not used: it takes no latent pages",
         ),
-        (device("cpu"), {}, False, None),
     ],
-    ids=["Hopper", "described", "little memory", "head size", "TPU", "CPU"],
+    ids=["Hopper", "described", "little memory", "head size", "TPU"],
 )
 def test_latent_attention(
     on: Any, sizes: dict[str, int], taken: bool, reason: str | None, caplog: Any
