@@ -1,13 +1,14 @@
 """Time decoding on this machine, side by side in one run.
 
-    python benchmarks/decode.py --model DIR [--repeats 3] [--json FILE]
+    python benchmarks/decode.py --model DIR [--dtype bfloat16] [--gguf FILE] [--repeats 3]
 
 Two loads: one request, and 16 requests of mixed lengths, spread evenly on a logarithmic scale as
 real requests roughly are: many short, a few long. Subjects: tbo_jax with USE_TBO=0, the same with
-deterministic=True, with USE_TBO=1, and, if it is installed, transformers on the same weights in
-float32, greedy, with its key/value cache, as one left-padded batch that ends with its longest
-request. All subjects make the tokens that were asked for (no end-of-sequence stop), and only those
-count. Medians over the repeats, the subjects in turn.
+deterministic=True, with USE_TBO=1, and, if they are installed, transformers on the same weights,
+greedy, with its key/value cache, as one left-padded batch that ends with its longest request, and
+llama.cpp (the package xllamacpp) on a GGUF file of these weights, with continuous batching. All
+subjects make the tokens that were asked for (no end-of-sequence stop), and only those count.
+Medians over the repeats, the subjects in turn.
 
 On CPU XLA runs collectives in line with compute: USE_TBO=1 shows what splitting costs there, not
 what overlap gains.
@@ -24,8 +25,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +56,12 @@ class Arguments:
     """Requests of the second load."""
     new_tokens: int = 64
     """Tokens of the single request; the mixed ones ask for an eighth to four times of it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and compute."""
     transformers: bool = True
     """Compare with transformers, if it is installed."""
+    gguf: Path | None = None
+    """Compare with llama.cpp on this file, which should hold the same weights in the same dtype."""
     memory: bool = True
     """Also measure peak memory, in a process of its own."""
     json: Path | None = None
@@ -83,7 +89,7 @@ def tbo_subject(args: Arguments, mode: Mode, deterministic: bool) -> Callable[[L
     llm = LLM(
         args.model,
         devices=1,
-        dtype="float32",
+        dtype=args.dtype,
         overlap=OverlapConfig(mode),
         deterministic=deterministic,
         max_context=1024,
@@ -109,7 +115,9 @@ def transformers_subject(args: Arguments) -> dict[str, Callable[[Load], None]]:
     except ImportError:
         return {}
     torch.set_grad_enabled(False)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=getattr(torch, args.dtype)
+    ).eval()
 
     def generate(prompts: Sequence[list[int]], count: int) -> None:
         width = max(map(len, prompts))
@@ -132,6 +140,40 @@ def transformers_subject(args: Arguments) -> dict[str, Callable[[Load], None]]:
         generate([tokens for tokens, _ in load], max(count for _, count in load))
 
     return {"transformers, padded batch": padded}
+
+
+def llama_cpp_subject(args: Arguments) -> dict[str, Callable[[Load], None]]:
+    """llama.cpp, all requests of a load at once; none without a file for it.
+
+    Raises:
+        SystemExit: a file was given and xllamacpp is not installed.
+    """
+    if args.gguf is None:
+        return {}
+    try:
+        import xllamacpp
+    except ImportError:
+        raise SystemExit("--gguf needs the package xllamacpp: pip install xllamacpp") from None
+    params = xllamacpp.CommonParams()
+    params.model.path = str(args.gguf)
+    params.n_parallel = args.requests
+    params.n_ctx = args.requests * 1024  # shared out evenly
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
+    server = xllamacpp.Server(params)
+
+    def answer(request: tuple[list[int], int]) -> int:
+        tokens, count = request
+        body = {"prompt": tokens, "n_predict": count, "temperature": 0, "ignore_eos": True}
+        return server.handle_completions(body | {"cache_prompt": False})["usage"][
+            "completion_tokens"
+        ]
+
+    def together(load: Load) -> None:
+        with ThreadPoolExecutor(len(load)) as pool:
+            made = list(pool.map(answer, load))
+        assert made == [count for _, count in load], made
+
+    return {"llama.cpp": together}
 
 
 def measure(
@@ -163,7 +205,7 @@ def measure_memory(args: Arguments) -> dict[str, float]:
 import json
 from pathlib import Path
 from tbo_jax import LLM, OverlapConfig, SamplingParams
-llm = LLM({str(args.model)!r}, devices=1, dtype="float32", overlap=OverlapConfig(),
+llm = LLM({str(args.model)!r}, devices=1, dtype={args.dtype!r}, overlap=OverlapConfig(),
           max_context=1024, max_sequences={args.requests}, prefix_cache=False,
           compilation_cache=False)
 llm.generate([[9] * 100] * {args.requests}, SamplingParams(max_new_tokens=32, ignore_eos=True))
@@ -184,7 +226,7 @@ print(json.dumps({{
     found = json.loads(out.stdout.splitlines()[-1])
     from tbo_jax.checkpoint.load import read_config
 
-    config, _ = read_config(args.model, jnp.float32)
+    config, _ = read_config(args.model, jnp.dtype(args.dtype))
     page = kv_bytes_per_page(config, found.pop("page_size")) / 2**20
     found["cache"] = found.pop("pages") * page
     found["beyond"] = found["peak"] - found["weights"] - found["cache"]
@@ -214,10 +256,11 @@ def main(args: Arguments) -> None:
         if not found:
             console.print("transformers is not installed: timing tbo_jax alone")
         subjects |= found
+    subjects |= llama_cpp_subject(args)
     config = json.loads((args.model / "config.json").read_text())
     rates = measure(subjects, make_loads(args, config["vocab_size"]), args.repeats)
     result: dict[str, Any] = {"machine": machine(), "tokens_per_second": rates}
-    console.print(f"{args.model.name}, float32, on {result['machine']}")
+    console.print(f"{args.model.name}, {args.dtype}, on {result['machine']}")
     for name, of_load in rates.items():
         base = of_load["tbo_jax, USE_TBO=0"]
         table = Table("subject", "tokens/s", "USE_TBO=0 is faster by", title=name)
