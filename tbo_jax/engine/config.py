@@ -13,6 +13,7 @@ from tbo_jax.checkpoint.quantizing import QUANTIZE, Quantize
 from tbo_jax.overlap.checks import whole_number
 from tbo_jax.overlap.config import OverlapConfig
 from tbo_jax.parallel.exchange import TRANSPORTS, DispatchDtype, Transport
+from tbo_jax.step.backends import KERNELS, KernelChoice
 
 DTYPES: dict[str, Any] = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
@@ -49,6 +50,10 @@ class EngineConfig:
     num_pages: int | None = None
     """Pages of each device; default what max_sequences full contexts need, within 1 GiB on CPU and
     what weights and the largest step leave free on an accelerator, 90 % at most."""
+    kernels: KernelChoice = "auto"
+    """Kernels for attention and experts: of Pallas' Triton backend (GPUs from Ampere on, where JAX
+    still has it), of Mosaic (Hopper, Blackwell, TPU) or XLA's own; auto: the first that there is
+    for the machine and takes the model's shape, in this order."""
     scanned: bool = False
     """One loop over stacked layers instead of unrolled ones: compiles in a fraction of the time,
     and copies each layer's weights but the experts in every step on CPU and GPU."""
@@ -115,6 +120,7 @@ class EngineConfig:
             "transport": tuple(TRANSPORTS),
             "dispatch_dtype": (None, *get_args(DispatchDtype)),
             "look_ahead": (None, True, False),
+            "kernels": KERNELS,
             "scanned": (True, False),
             "prefix_cache": (True, False),
             "deterministic": (True, False),

@@ -33,6 +33,7 @@ from tbo_jax.parallel.exchange import TRANSPORTS
 from tbo_jax.parallel.processes import agree, from_first, is_first
 from tbo_jax.parallel.sharding import TENSOR
 from tbo_jax.sampling.params import SamplingParams
+from tbo_jax.step.backends import check_kernels
 from tbo_jax.step.deterministic import check_deterministic
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import CacheConfig
@@ -99,6 +100,7 @@ class LLM:
         # What is not supported is refused before the weights are fetched.
         decoder.of_device(config.tensor_parallel)
         check_exchange(decoder, self.mesh, config.transport, config.dispatch_dtype)
+        check_kernels(config.kernels, self.mesh.devices.flat[0])
         if config.deterministic:
             check_deterministic(self.mesh, overlap)
         find_format(self.folder, read_quantization(self.folder))
@@ -146,6 +148,7 @@ class LLM:
                 transport=config.transport,
                 dispatch_dtype=config.dispatch_dtype,
                 deterministic=config.deterministic,
+                kernels=config.kernels,
             )
             return with_sampling(runner, config.max_sequences)
 

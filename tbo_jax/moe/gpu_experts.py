@@ -15,8 +15,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from tbo_jax._pallas import triton as plgpu
 from tbo_jax.moe.kernel import ExpertKernel, ExpertLoad, ExpertShape
 from tbo_jax.quantized.array import QuantizedArray
 from tbo_jax.quantized.gpu_block import (

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plgpu
 
+from tbo_jax._pallas import triton as plgpu
 from tbo_jax.quantized.array import (
     MIDDLE,
     Format,

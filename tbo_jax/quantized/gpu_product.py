@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from tbo_jax._pallas import triton as plgpu
 from tbo_jax.quantized.array import QuantizedArray
 from tbo_jax.quantized.gpu_block import (
     Block,
@@ -25,6 +28,7 @@ from tbo_jax.quantized.gpu_block import (
     readable,
 )
 
+_ENABLED = ContextVar("tbo_quantized_products", default=True)
 MOST_ROWS = 256  # with more the decoded matrix is worth writing out: its product is faster
 NAME = "tbo_quantized_product"
 COLUMNS = 64  # of the result of a program
@@ -33,8 +37,26 @@ PROGRAMS = 264  # that keep a GPU of 132 cores busy; sums are cut until there ar
 SMALLEST_TILE, LARGEST_TILE = 16, 64  # rows
 
 
+@contextmanager
+def enabled(whether: bool) -> Iterator[None]:
+    """Trace with this kernel, or without it.
+
+    The layers are not told which kernels a step has but for attention and experts.
+    """
+    token = _ENABLED.set(whether)
+    try:
+        yield
+    finally:
+        _ENABLED.reset(token)
+
+
 def takes(rows: int, dtype: Any, weight: QuantizedArray) -> bool:
-    """Whether `product` computes [rows, K] times `weight` [N, K], and is of use for it."""
+    """Whether `product` computes [rows, K] times `weight` [N, K], and is of use for it.
+
+    It never does where this JAX has no Triton backend, or outside of `enabled`.
+    """
+    if plgpu is None or not _ENABLED.get():
+        return False
     columns, inputs = weight.shape
     size = INNER_BYTES // jnp.dtype(dtype).itemsize
     return (

@@ -42,6 +42,7 @@ from tbo_jax.schedule.strategies import print_strategies
 from tbo_jax.schedule.table import print_changes, print_report, program_name
 from tbo_jax.schedule.targets import RateKind, Target, find_target, list_targets
 from tbo_jax.schedule.trace import write_trace
+from tbo_jax.step.backends import KernelChoice
 
 # What --json says of the step, beside its target and layers.
 SETTING = (
@@ -83,6 +84,9 @@ class Arguments:
     weights: Weights = "bf16"
     """How weights are held: fp8 as DeepSeek-V3's, int8 with a factor for each output, int4 in
     groups of 128, or the experts in mxfp4 as gpt-oss'."""
+    kernels: KernelChoice = "auto"
+    """Kernels for attention and experts, as `tbo-jax decode` has them; --against compares reports
+    of any."""
     layers: int | None = None
     """Compile only so many layers; default 4 unrolled, all scanned."""
     transport: Transport = "all_to_all"
@@ -230,6 +234,7 @@ def run(args: Arguments) -> list[Change]:
                         transport=args.transport,
                         tensor=args.tensor_parallel,
                         weights=args.weights,
+                        kernels=args.kernels,
                     )
                 )
                 update(len(reports), len(strategies) * len(steps))
@@ -239,6 +244,8 @@ def run(args: Arguments) -> list[Change]:
         remat = " with remat" if args.remat else ""
         step = f"{args.phase}{remat}, {args.tokens} tokens a {of_each}, "
     held = "" if args.weights == "bf16" else f", weights in {args.weights}"
+    if args.kernels != "auto":
+        held += f", kernels of {args.kernels}"
     title = (
         f"{args.config}, {layers} of {whole.num_layers} layers {args.loop}; {step}context "
         f"{args.context}, {args.transport}{held}; {target.name}, jax {jax.__version__}"

@@ -38,8 +38,9 @@ from tbo_jax.schedule.held_weights import (
 )
 from tbo_jax.schedule.report import ScheduleReport, inspect
 from tbo_jax.schedule.targets import Target
+from tbo_jax.step.backends import KernelChoice
 from tbo_jax.step.compiler_options import Options
-from tbo_jax.step.kernels import ATTENTION, EXPERTS, attention_shape, expert_shape
+from tbo_jax.step.kernels import ATTENTION, EXPERTS, attention_shape, expert_shape, kernels_of
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket, CacheConfig
 from tbo_jax.training.loss import NextTokenLoss
@@ -157,19 +158,22 @@ def inspect_model(
     transport: Any = "all_to_all",
     tensor: int = 1,
     weights: Weights = "bf16",
+    kernels: KernelChoice = "auto",
 ) -> ScheduleReport:
     """The schedule of the runner's step, compiled for `target`; `tensor` devices share a rank.
 
     Raises:
-        ValueError: the shape does not fit the model or the target, or training with quantised
-            `weights` (`abstract_model`).
+        ValueError: the shape does not fit the model or the target, training with quantised
+            `weights` (`abstract_model`) or with kernels other than XLA's, or `kernels` that the
+            target does not have.
     """
     shape.check(micro_batches)
+    if shape.phase == "train" and kernels not in ("auto", "xla"):
+        raise ValueError(f"kernels is {kernels!r}: expected 'auto' or 'xla', with which XLA trains")
     if scanned and any(
         config.is_sparse(i) != config.is_sparse(0) for i in range(config.num_layers)
     ):
         raise ValueError("layers of different kinds cannot be scanned: use the unrolled loop")
-    lower = _lower_training if shape.phase == "train" else _lower_decoding
     model, mesh = abstract_model(config, scanned, weights), target.mesh(tensor)
     strategy = Strategy(micro_batches, expert_chunks)
     if micro_batches > 1:
@@ -178,7 +182,10 @@ def inspect_model(
         overlap = OverlapConfig("on", strategy="expert_chunks", num_expert_chunks=expert_chunks)
     else:
         overlap = OverlapConfig()
-    lowered, options = lower(model, mesh, shape, overlap, transport)
+    if shape.phase == "train":
+        lowered, options = _lower_training(model, mesh, shape, overlap, transport)
+    else:
+        lowered, options = _lower_decoding(model, mesh, shape, overlap, transport, kernels)
     costs = expected_costs(
         config, target.num_devices, shape, strategy, tensor, transport, model=model, mesh=mesh
     )
@@ -255,10 +262,17 @@ def _weight_bytes(config: DecoderConfig, mesh: Mesh, held: Weights) -> int:
 
 
 def _lower_decoding(
-    model: CausalLM, mesh: Mesh, shape: StepShape, overlap: OverlapConfig, transport: Any
+    model: CausalLM,
+    mesh: Mesh,
+    shape: StepShape,
+    overlap: OverlapConfig,
+    transport: Any,
+    kernels: KernelChoice,
 ) -> tuple[jax.stages.Lowered, Options]:
     """The runner's step, and what XLA is told for it."""
-    runner = ModelRunner(model, shape.cache, mesh=mesh, overlap=overlap, transport=transport)
+    runner = ModelRunner(
+        model, shape.cache, mesh=mesh, overlap=overlap, transport=transport, kernels=kernels
+    )
     strategy = runner.strategy(shape.bucket)
     return runner.lower(shape.bucket, strategy), runner.compiler_options(strategy)
 
@@ -287,7 +301,7 @@ def expected_turns(
     """Turns of the loops that depend on data, for contexts of `shape` and a load of the experts."""
     turns = paged.expected_turns(shape.context, PAGE_SIZE)
     if load is not None:
-        kernels: list[type[ExpertKernel]] = [XlaExperts, *EXPERTS.values()]
+        kernels: list[type[ExpertKernel]] = [XlaExperts, *kernels_of(EXPERTS)]
         for kernel in kernels:
             turns |= kernel(expert_shape(config)).expected_turns(load)
     return turns
@@ -329,14 +343,14 @@ def _expert_load(
 def attention_work(config: DecoderConfig, tokens: int, shape: StepShape) -> dict[str, Work]:
     """Work of the attention kernels, which XLA's text does not tell, for `tokens` tokens.
 
-    Of those of all platforms: a program has its own platform's, and no name is in two. The heads of
-    `config` are those of a device.
+    Of those of all platforms and backends: a program has its own, and no name is in two. The heads
+    of `config` are those of a device.
     """
     load = AttentionLoad(
         tokens, shape.context, _context_read(config, shape), shape.phase == "decode"
     )
     work: dict[str, tuple[float, float]] = {}
-    for kernel in ATTENTION.values():
+    for kernel in kernels_of(ATTENTION):
         work |= kernel(attention_shape(config)).expected_work(load)
     return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}
 
@@ -348,6 +362,6 @@ def expert_work(
     if load is None:
         return {}
     work: dict[str, tuple[float, float]] = {}
-    for kernel in EXPERTS.values():
+    for kernel in kernels_of(EXPERTS):
         work |= kernel(expert_shape(config, weight_bits)).expected_work(load)
     return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}

@@ -1,7 +1,7 @@
 """Which kernel computes what: chosen once, by the platform of the mesh and the model's shape.
 
-A kernel says itself what it does not take (`unsupported`). A shape that the kernel of a platform
-does not take falls back to XLA, with one warning that says why. A new kernel is a line in a table.
+A kernel says itself what it does not take (`unsupported`). A shape that no kernel of a platform
+takes falls back to XLA, with one warning that says why. A new kernel is a line in a table.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tbo_jax.attention.cpu_paged import CpuAttention
 from tbo_jax.attention.gpu_paged import GpuAttention
@@ -22,29 +22,46 @@ from tbo_jax.moe.experts import XlaExperts
 from tbo_jax.moe.gpu_experts import GpuExperts
 from tbo_jax.moe.kernel import ExpertKernel, ExpertShape
 from tbo_jax.moe.tpu_experts import TpuExperts
+from tbo_jax.step.backends import Backend, KernelChoice, check_kernels, missing, platform_of
 
 logger = logging.getLogger(__name__)
+
+K = TypeVar("K")
 
 # Of an expert's products that are to be deterministic. For 16 decodes of a model of 8 experts this
 # is a third faster than 4 (2 cores), and no slower than sizes that follow the routing.
 EQUAL_BLOCK_ROWS = 16
-OLDEST_GPU = 8.0  # compute capability: bfloat16 tensor cores
 
-# By platform: "gpu" is one of NVIDIA from Ampere on.
-ATTENTION: Mapping[str, type[AttentionKernel]] = {
-    "cpu": CpuAttention,
-    "gpu": GpuAttention,
-    "tpu": TpuAttention,
+# By platform and backend of Pallas, what "auto" prefers first; "gpu" is one of NVIDIA from Ampere
+# on. Triton is first there until a GPU has measured both.
+ATTENTION: Mapping[str, Mapping[Backend, type[AttentionKernel]]] = {
+    "gpu": {"triton": GpuAttention},
+    "tpu": {"mosaic": TpuAttention},
 }
-EXPERTS: Mapping[str, type[ExpertKernel]] = {"gpu": GpuExperts, "tpu": TpuExperts}
+# What XLA compiles where there is no other.
+BY_XLA: Mapping[str, type[XlaAttention]] = {"cpu": CpuAttention}
+EXPERTS: Mapping[str, Mapping[Backend, type[ExpertKernel]]] = {
+    "gpu": {"triton": GpuExperts},
+    "tpu": {"mosaic": TpuExperts},
+}
+
+
+def kernels_of(table: Mapping[str, Mapping[Backend, K]]) -> list[K]:
+    """The kernels of all platforms and backends."""
+    return [kernel for backends in table.values() for kernel in backends.values()]
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a program."""
+    """The kernels of a program.
+
+    `products` says whether products with quantised matrices may use theirs, which is of Triton,
+    where the step runs on a GPU that has it.
+    """
 
     attention: AttentionKernel
     experts: ExpertKernel
+    products: bool = True
 
 
 def attention_shape(config: DecoderConfig, masked: bool = False) -> AttentionShape:
@@ -71,45 +88,60 @@ def expert_shape(config: DecoderConfig, weight_bits: float | None = None) -> Exp
 
 
 def choose_kernels(
-    device: Any, config: DecoderConfig, masked: bool = False, deterministic: bool = False
+    device: Any,
+    config: DecoderConfig,
+    masked: bool = False,
+    deterministic: bool = False,
+    choice: KernelChoice = "auto",
 ) -> Kernels:
     """The kernels for a model on devices like `device`, which need not be there.
 
     With `deterministic` those of XLA, so that no token's bits depend on the tokens beside it
     (`check_deterministic`).
+
+    Raises:
+        ValueError: the device or this JAX has no kernels of that choice (`check_kernels`).
     """
-    platform, shape = _platform(device), attention_shape(config, masked)
+    check_kernels(choice, device)
+    shape, products = attention_shape(config, masked), choice in ("auto", "triton")
     if deterministic:
         experts = XlaExperts(expert_shape(config), block_rows=EQUAL_BLOCK_ROWS)
-        return Kernels(XlaAttention(shape), experts)
-    attention: type[AttentionKernel] = ATTENTION.get(platform, XlaAttention)
-    if not _takes("attention", platform, attention.unsupported(shape, device)):
-        attention = XlaAttention
+        return Kernels(XlaAttention(shape), experts, products)
+    attention = _first("attention", ATTENTION, device, choice, shape)
     of_experts = expert_shape(config)
-    kind: type[ExpertKernel] = XlaExperts  # that a dense model has no use for
+    kind: type[ExpertKernel] | None = None  # a dense model has no use for it
     if config.num_experts:
-        kernel = EXPERTS.get(platform, XlaExperts)
-        if _takes("experts", platform, kernel.unsupported(of_experts, device)):
-            kind = kernel
-    return Kernels(attention(shape), kind.for_device(of_experts, device))
+        kind = _first("experts", EXPERTS, device, choice, of_experts)
+    by_xla = BY_XLA.get(platform_of(device), XlaAttention)
+    return Kernels(
+        (attention or by_xla)(shape),
+        (kind or XlaExperts).for_device(of_experts, device),
+        products,
+    )
 
 
-def _platform(device: Any) -> str:
-    """The name that the tables have for it: only a GPU with NVIDIA's tensor cores is a "gpu"."""
-    if device.platform not in ("gpu", "cuda"):
-        return device.platform
-    capability = str(getattr(device, "compute_capability", ""))  # ROCm: gfx942
-    try:
-        return "gpu" if float(capability) >= OLDEST_GPU else "old gpu"
-    except ValueError:
-        return "gpu" if device.platform == "cuda" else "other gpu"
-
-
-def _takes(what: str, platform: str, reason: str | None) -> bool:
-    """Whether a kernel runs; if not, warns of the reason, once."""
-    if reason is not None:
-        _warn(what, platform, reason)
-    return reason is None
+def _first(
+    what: str,
+    table: Mapping[str, Mapping[Backend, Any]],
+    device: Any,
+    choice: KernelChoice,
+    shape: AttentionShape | ExpertShape,
+) -> Any:
+    """The first kernel of a choice that takes a shape, or None; warns of the reasons, once."""
+    platform = platform_of(device)
+    reasons: list[str] = []
+    for backend, kernel in table.get(platform, {}).items():
+        if choice not in ("auto", backend) or missing(backend, device) is not None:
+            continue
+        reason = kernel.unsupported(shape, device)
+        if reason is None:
+            return kernel
+        reasons.append(reason)
+    if reasons:
+        _warn(what, platform, "; ".join(dict.fromkeys(reasons)))
+    elif choice not in ("auto", "xla"):
+        _warn(what, platform, f"there is none of {choice}")
+    return None
 
 
 @functools.cache

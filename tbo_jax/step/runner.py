@@ -32,6 +32,8 @@ from tbo_jax.parallel.exchange.message import DispatchDtype
 from tbo_jax.parallel.processes import over_ranks
 from tbo_jax.parallel.sharding import RANKS, TENSOR, bytes_on_device, leaf_specs, num_ranks
 from tbo_jax.parallel.tensor_parallel import TensorParallel
+from tbo_jax.quantized import gpu_product
+from tbo_jax.step.backends import KernelChoice
 from tbo_jax.step.compiler_options import Options, compiler_options
 from tbo_jax.step.deterministic import check_deterministic
 from tbo_jax.step.forward import EachToken, LogitRows, forward
@@ -66,6 +68,7 @@ class ModelRunner:
         logits: LogitRows = "last",
         inputs: Inputs | None = None,
         deterministic: bool = False,
+        kernels: KernelChoice = "auto",
     ):
         """Take the model's weights and choose its kernels; nothing is compiled yet.
 
@@ -80,11 +83,13 @@ class ModelRunner:
             inputs: what every batch holds beside tokens; default nothing.
             deterministic: no bit of a token depends on the tokens of other sequences in the step,
                 on its place in it, or on where its sequence was cut.
+            kernels: of which backend of Pallas, or XLA's own (`choose_kernels`).
 
         Raises:
             ValueError: the experts do not divide over the devices, or the heads over those of a
                 rank, or an unknown transport or dispatch_dtype, or inputs that the model does not
                 read; or `deterministic` where that is not known (`check_deterministic`); or
+                `kernels` that the devices do not have; or
                 expert chunks of a model without experts, or more of them than a device has experts.
         """
         self.config = model.config
@@ -108,7 +113,11 @@ class ModelRunner:
         self.tensor = TensorParallel(mesh.shape[TENSOR])
         self._on_device = model.config.of_device(self.tensor.size)
         self.kernels = choose_kernels(
-            mesh.devices.flat[0], self._on_device, self.inputs.mask_offsets > 0, deterministic
+            mesh.devices.flat[0],
+            self._on_device,
+            self.inputs.mask_offsets > 0,
+            deterministic,
+            kernels,
         )
         self._compiled: dict[Program, jax.stages.Compiled] = {}
         self._chosen: dict[Bucket, Strategy] = {}
@@ -391,7 +400,8 @@ class ModelRunner:
                 slots: jax.Array | None = None,
                 each: EachToken | None = None,
             ) -> tuple[Any, AttentionBuffers]:
-                with exact_products(self.config.dtype):
+                products = gpu_product.enabled(self.kernels.products)
+                with exact_products(self.config.dtype), products:
                     return forward(
                         model,
                         buffers,

@@ -1,0 +1,35 @@
+"""Pallas' backends for NVIDIA GPUs, as far as this JAX has them, in one place.
+
+JAX calls the Triton backend deprecated since 0.11, and will remove it. Mosaic GPU is imported when
+it is first used: it takes 0.3 s, and most programs have no use for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+triton: Any
+try:
+    from jax.experimental.pallas import triton
+except ImportError:
+    triton = None
+
+
+def mosaic() -> Any:
+    """The module `jax.experimental.pallas.mosaic_gpu`.
+
+    Raises:
+        ImportError: this JAX has none.
+    """
+    return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
+def interpret_mosaic() -> AbstractContextManager[None]:
+    """A context in which kernels of Mosaic GPU are interpreted on CPU, slowly."""
+    found = mosaic()
+    if not hasattr(found, "force_gpu_interpret_mode"):  # public since JAX 0.12
+        found = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+    context: AbstractContextManager[None] = found.force_gpu_interpret_mode()
+    return context
