@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -104,10 +105,12 @@ class Reader:
             wanted: [N] bool, whose tokens are wanted still.
             flags: [N] int32, of their requests.
         """
+        plan, of, stats = step.plan, step.plan.sampled, self._statistics
+        start = time.perf_counter()
         if step.prompts is not None:
             step.prompts.read()
-        plan, of, stats = step.plan, step.plan.sampled, self._statistics
         (tokens, counts), described = step.read(), step.read_described()
+        stats.wait_seconds += time.perf_counter() - start
         one_each = tokens.shape[1] == 1
         last = tokens[:, 0] if one_each else tokens[np.arange(len(of)), np.maximum(counts - 1, 0)]
         single = (flags & SINGLE > 0) | (last == NOT_FINITE)

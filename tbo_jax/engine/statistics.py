@@ -23,6 +23,7 @@ class EngineStatistics:
     accepted_tokens: int = 0  # of them
     prompt_tokens: int = 0
     step_seconds: float = 0.0
+    wait_seconds: float = 0.0  # of them, in which the host waited for the device
     compile_seconds: float = 0.0
     link_bytes: int = 0  # sent by a device to others; with a ragged transport the most it can be
     steps_by_bucket: dict[str, int] = field(default_factory=dict)

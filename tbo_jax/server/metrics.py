@@ -39,6 +39,7 @@ _COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": ("accepted_tokens", "Draft tokens accepted."),
     "tbo:evicted_pages": ("evictions", "Kept pages whose place was needed."),
     "tbo:step_seconds": ("step_seconds", "Seconds in steps of the engine."),
+    "tbo:device_wait_seconds": ("wait_seconds", "Of those, spent waiting for the device."),
     "tbo:steps_ahead": ("steps_ahead", "Steps dispatched before the last one's tokens were read."),
     "tbo:link_bytes": ("link_bytes", "Bytes that a device sent to others."),
 }
@@ -116,8 +117,10 @@ class Metrics:
             steps = CounterMetricFamily(
                 "tbo:steps", "Steps, by how they ran.", labels=[*labels, "strategy"]
             )
-            steps.add_metric([*model, "split"], told["steps_split"])
-            steps.add_metric([*model, "whole"], told["steps"] - told["steps_split"])
+            split, chunks = told["steps_split"], told["steps_in_chunks"]
+            steps.add_metric([*model, "split"], split)
+            steps.add_metric([*model, "expert_chunks"], chunks)
+            steps.add_metric([*model, "whole"], told["steps"] - split - chunks)
             yield steps
 
     def page(self, statistics: Mapping[str, Any]) -> bytes:

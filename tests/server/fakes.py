@@ -74,7 +74,8 @@ class ScriptedClient:
     async def statistics(self) -> dict[str, Any]:
         return {"running": len(self.open), "waiting": 0, "pages": 8, "free_pages": 6, "steps": 3,
                 "steps_split": 1, "generated_tokens": 5, "prompt_tokens": 7, "cached_tokens": 2,
-                "preemptions": 0}  # fmt: skip
+                "preemptions": 0, "steps_in_chunks": 1, "step_seconds": 0.5,
+                "wait_seconds": 0.25}  # fmt: skip
 
     async def close(self, *, seconds: float = 0.0) -> None:
         self.is_ready = False

@@ -497,6 +497,9 @@ def test_metrics(service):
         f"vllm:generation_tokens_total{{{label}}} 5.0",
         f'vllm:request_success_total{{finished_reason="length",{label}}} 1.0',
         f'tbo:steps_total{{{label},strategy="split"}} 1.0',
+        f'tbo:steps_total{{{label},strategy="expert_chunks"}} 1.0',
+        f'tbo:steps_total{{{label},strategy="whole"}} 1.0',
+        f"tbo:device_wait_seconds_total{{{label}}} 0.25",
         'tbo:http_responses_total{path="/v1/completions",status="200"} 1.0',
     ):
         assert line in page, page
