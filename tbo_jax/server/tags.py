@@ -1,6 +1,7 @@
 """Messages whose parts have marks around them: <think>, <tool_call> and what families have instead.
 
-A call is told when it is whole, so that its name and arguments are sure to be read.
+Where a call begins as its family writes them, up to the brace that begins its arguments, it is
+told at once, and the arguments as they come. Any other one is read when it is whole.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class CallForm:
     Attributes:
         begin, end: marks of a call.
         read: reads what is between them.
+        heads: how a call begins whose arguments are told as they come: groups "name", or "quoted"
+            for one in JSON, and perhaps "id". The arguments follow, an object in JSON.
         around: marks that stand around several calls, and are dropped.
         special: whether the marks are special tokens, which have no text unless it is asked for.
     """
@@ -43,6 +46,55 @@ class CallForm:
     read: Read
     around: tuple[str, ...] = ()
     special: bool = False
+    heads: tuple[re.Pattern[str], ...] = ()
+
+    def begun(self, text: str) -> tuple[Delta, int] | None:
+        """The call that a text begins, and where its arguments do; None: not known, or none."""
+        for head in self.heads:
+            if (found := head.match(text)) is None:
+                continue
+            groups = found.groupdict()
+            name = groups.get("name")
+            if name is None:
+                try:
+                    name = json.loads(groups["quoted"])
+                except ValueError:
+                    return None
+            return Delta("call", name, groups.get("id")), found.end()
+        return None
+
+
+class _Object:
+    """An object in JSON that comes in pieces: what belongs to it."""
+
+    def __init__(self) -> None:
+        self._depth = 0  # of brackets
+        self._in_text = False
+        self._escaped = False
+        self._is_over = False
+
+    def take(self, text: str) -> str:
+        """How much of some more text is its own."""
+        if self._is_over:
+            return ""
+        for at, letter in enumerate(text):
+            if self._in_text:
+                if self._escaped:
+                    self._escaped = False
+                elif letter == "\\":
+                    self._escaped = True
+                elif letter == '"':
+                    self._in_text = False
+            elif letter == '"':
+                self._in_text = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self._is_over = True
+                    return text[: at + 1]
+        return text
 
 
 def _json_call(text: str, schemas: Mapping[str, Any]) -> Call | None:
@@ -105,11 +157,35 @@ def _value(text: str) -> Any:
         return text
 
 
-CALL_FORMS = {
-    "hermes": CallForm("<tool_call>", "</tool_call>", _json_call),
-    "ernie": CallForm(
-        "<tool_call>", "</tool_call>", _json_call, around=("<response>", "</response>")
+_JSON_HEADS = (
+    re.compile(
+        r'\s*\{\s*"name"\s*:\s*(?P<quoted>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
+        re.S,
     ),
+)
+_DEEPSEEK_HEADS = (
+    re.compile(
+        r"\s*function\s*<｜tool▁sep｜>[^\S\n]*(?P<name>[^\s<]+)[^\S\n]*\n\s*```json\s*(?=\{)"
+    ),
+    re.compile(r"\s*(?!function[\s<])(?P<name>[^\s<]+)\s*<｜tool▁sep｜>\s*(?=\{)"),
+)
+_KIMI_HEADS = (
+    re.compile(
+        r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<]+):[^\s<:]*)\s*"
+        r"<\|tool_call_argument_begin\|>\s*(?=\{)"
+    ),
+)
+
+CALL_FORMS = {
+    "hermes": CallForm("<tool_call>", "</tool_call>", _json_call, heads=_JSON_HEADS),
+    "ernie": CallForm(
+        "<tool_call>",
+        "</tool_call>",
+        _json_call,
+        around=("<response>", "</response>"),
+        heads=_JSON_HEADS,
+    ),
+    # Its arguments are no JSON, and what JSON they make depends on all of a value.
     "glm": CallForm("<tool_call>", "</tool_call>", _glm_call),
     "deepseek": CallForm(
         "<｜tool▁call▁begin｜>",
@@ -117,6 +193,7 @@ CALL_FORMS = {
         _deepseek_call,
         around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         special=True,
+        heads=_DEEPSEEK_HEADS,
     ),
     "kimi": CallForm(
         "<|tool_call_begin|>",
@@ -124,6 +201,7 @@ CALL_FORMS = {
         _kimi_call,
         around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         special=True,
+        heads=_KIMI_HEADS,
     ),
 }
 THINK = "<think>", "</think>"
@@ -154,6 +232,7 @@ class TagParser:
         self._state = "reasoning" if starts_thinking else "content"
         self._after_mark = starts_thinking  # white space that comes now is dropped
         self._held = ""
+        self._arguments: _Object | None = None  # of a call that was told
 
     def push(self, text: str) -> list[Delta]:
         """The deltas that are certain with some more text."""
@@ -165,11 +244,18 @@ class TagParser:
             deltas += self._close(before, mark)
         if self._state != "call":
             deltas += self._tell(self._cut())
+        else:
+            begun, self._held = self._begin(self._held)
+            deltas += begun
+            if self._arguments is not None:
+                deltas += self._more(self._cut())
         return joined(deltas)
 
     def finish(self) -> list[Delta]:
-        """What was held back; a call that has no end is content."""
+        """What was held back; a call that has no end is content, unless it was told."""
         rest, self._held = self._held, ""
+        if self._arguments is not None:
+            return joined(self._more(rest))
         if self._state == "call":
             assert self._form is not None
             self._state, self._after_mark = "content", False
@@ -193,8 +279,13 @@ class TagParser:
         """What comes before a mark, and the state after it."""
         if self._state == "call":
             assert self._form is not None
-            call = self._form.read(before, self._schemas)
             self._state, self._after_mark = "content", True
+            begun, rest = self._begin(before)
+            if self._arguments is not None:
+                deltas = [*begun, *self._more(rest)]
+                self._arguments = None
+                return deltas
+            call = self._form.read(before, self._schemas)
             if call is None:
                 return [Delta("content", f"{self._form.begin}{before}{mark}")]
             deltas = [Delta("call", call.name, call.call_id)]
@@ -208,6 +299,21 @@ class TagParser:
             self._state = "content"
         self._after_mark = True
         return deltas
+
+    def _begin(self, text: str) -> tuple[list[Delta], str]:
+        """The call that a text begins if it is to be told now, and what follows in the text."""
+        assert self._form is not None
+        if self._arguments is not None or (begun := self._form.begun(text)) is None:
+            return [], text
+        self._arguments = _Object()
+        call, end = begun
+        return [call], text[end:]
+
+    def _more(self, text: str) -> list[Delta]:
+        """Arguments of the call that was told last; what follows them is dropped."""
+        assert self._arguments is not None
+        taken = self._arguments.take(text)
+        return [Delta("arguments", taken)] if taken else []
 
     def _cut(self) -> str:
         """Take what cannot belong to a mark, or be white space before one, from what is held."""

@@ -83,7 +83,8 @@ MARKS = sorted({
     *(mark for form in CALL_FORMS.values() for mark in (form.begin, form.end, *form.around)),
     "<think>", "</think>", "<|channel|>", "analysis", "<|message|>", "<|end|>", "<|start|>", "<|call|>",
     "to=functions.f", "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "<arg_key>", "</arg_key>",
-    "<arg_value>", "</arg_value>", '{"name": "f", "arguments": {"a": 1}}', " ", "\n", "x", "<", "<|", "\\",
+    "<arg_value>", "</arg_value>", '{"name": "f", "arguments": {"a": 1}}', " ", "</tool_call",
+    '{"name": "f", "arguments": {"a":', "function", "```json\n", "functions.f:0", "\n", "x", "<", "<|", "\\",
     '"', "[", "{", "}", "]", ",", ":",
 })  # fmt: skip
 
@@ -106,6 +107,37 @@ def test_any_cut_gives_the_same(name, noise, at, thinking, data):
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
     assert parsed(parser_of(name, **options), pieces) == whole
     assert parsed(parser_of(name, **options), list(text)) == whole
+
+
+STREAMED = sorted(set(TEXTS) - {"glm"})  # whose arguments are JSON in the text
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_arguments_are_told_as_they_come(name):
+    """Letter by letter, but for what may be the mark that ends the call."""
+    parser, told = parser_of(name), ""
+    text = TEXTS[name]
+    begin = text.index('"city"') - 1
+    assert begin == text.index("{", begin)  # where the arguments begin
+    deltas = [delta for letter in text[: begin + 40] for delta in parser.push(letter)]
+    assert [delta.text for delta in deltas if delta.kind == "call"] == ["weather"]
+    told = "".join(delta.text for delta in deltas if delta.kind == "arguments")
+    assert 40 - 30 < len(told) <= 40 and text[begin:].startswith(told)
+
+
+def test_a_call_that_breaks_off_is_told_as_far_as_it_goes():
+    for end in ("", "</tool_call>"):
+        deltas = parsed(parser_of("hermes"), [f"<tool_call>{CALL[:60]}{end}"])
+        assert deltas[0] == Delta("call", "weather")
+        assert deltas[1:] == [Delta("arguments", CALL[:60][CALL.index('{"city') :])]
+    # What is after the arguments is none of theirs; brackets in a text are no brackets.
+    call = '{"name": "f", "arguments": {"a": "}\\"}"}, "x": {}}'
+    deltas = parsed(parser_of("hermes"), [f"<tool_call>{call}</tool_call>"])
+    assert deltas == [Delta("call", "f"), Delta("arguments", '{"a": "}\\"}"}')]
+    # In another order it is read when it is whole.
+    parser = parser_of("hermes")
+    assert parser.push('<tool_call>{"arguments": {"a": 1}, "name": "f"}') == []
+    assert parser.push("</tool_call>") == [Delta("call", "f"), Delta("arguments", '{"a": 1}')]
 
 
 def test_what_is_no_call_is_content():
@@ -177,7 +209,11 @@ def test_calls_through_the_api(client):
     events = events_of(ask(service, PATH, BODY | {"stream": True}).text)[:-1]
     deltas = [event["choices"][0]["delta"] for event in events]
     calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert [call["index"] for call in calls] == [0, 0, 1, 1]
+    indices = [call["index"] for call in calls]
+    assert indices == sorted(indices) and set(indices) == {0, 1} and len(indices) > 10
+    for index in (0, 1):
+        parts = [call["function"]["arguments"] for call in calls if call["index"] == index]
+        assert json.loads("".join(parts)) == ARGUMENTS
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
     # Without tools, or told to call none, it is text.
