@@ -33,6 +33,7 @@ from tbo_jax.engine.llm import LLM
 from tbo_jax.engine.sharing import Calls
 from tbo_jax.server.engine_loop import EngineLoop
 from tbo_jax.server.engine_server import EngineServer
+from tbo_jax.server.event_loop import new_event_loop
 from tbo_jax.server.interface import Generate, ModelInfo
 from tbo_jax.server.remote import RemoteClient
 
@@ -85,7 +86,8 @@ def run_engine(args: Arguments) -> None:
                 await asyncio.sleep(0.5)
         os._exit(0)
 
-    asyncio.run(serve())
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(serve())
 
 
 async def measure(path: str, args: Arguments) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python benchmarks/load.py [--requests 400] [--clients 64] [--tokens 64] [--json FILE]
 
-`tbo-jax serve` runs beside this process, with the options of the engine that `LLM` has here. In each
+`tbo-jax serve` runs beside this process, with the options of the engine that `LLM` has. In each
 round `LLM.generate` runs all requests, then clients ask for them as streams, then as whole answers.
 Client, API and engine share the machine, which `LLM.generate` has for itself. Therefore the client
 is cheap: one thread reads every few milliseconds what came, and looks only for what ends an answer.
@@ -31,7 +31,7 @@ from serve import MODEL, PROMPTS, get, texts_of
 from tbo_jax import LLM, SamplingParams
 
 START_SECONDS = 600.0
-READ_SECONDS = 0.005
+READ_SECONDS = 0.02
 END = b"0\r\n\r\n"  # the last chunk of a stream
 
 

@@ -9,9 +9,10 @@ import sys
 
 from tbo_jax.host.command import run_command
 from tbo_jax.host.parent import die_with
+from tbo_jax.server.event_loop import new_event_loop
 from tbo_jax.server.hosting import Serving, serve_api
 from tbo_jax.server.log import log_to_stderr
-from tbo_jax.server.run import new_event_loop, raise_file_limit
+from tbo_jax.server.run import raise_file_limit
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ from tbo_jax.parallel.processes import connect
 from tbo_jax.server.control import BEAT_SECONDS, Beat, EngineStart, line, read_start
 from tbo_jax.server.engine_loop import EngineLoop, Group
 from tbo_jax.server.engine_server import EngineServer
+from tbo_jax.server.event_loop import new_event_loop
 from tbo_jax.server.group import Follower, Leader, join_group
 from tbo_jax.server.interface import ModelInfo
 
@@ -120,7 +121,8 @@ def _run(start: EngineStart, pulse: _Pulse) -> None:
             return
         group = joined
     loop = pulse.loop = EngineLoop(llm, group, pulse.now)
-    asyncio.run(_serve(llm, start.socket_path, pulse, loop))
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(_serve(llm, start.socket_path, pulse, loop))
 
 
 async def _serve(llm: LLM, path: str, pulse: _Pulse, loop: EngineLoop) -> None:

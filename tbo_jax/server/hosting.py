@@ -24,8 +24,9 @@ from dataclasses import dataclass, replace
 from tbo_jax.engine.config import EngineConfig
 from tbo_jax.server.app import make_app
 from tbo_jax.server.control import Hosts
+from tbo_jax.server.event_loop import new_event_loop
 from tbo_jax.server.remote import RemoteClient
-from tbo_jax.server.run import Server, new_event_loop, raise_file_limit
+from tbo_jax.server.run import Server, raise_file_limit
 from tbo_jax.server.service import Service
 from tbo_jax.server.settings import ServerSettings
 from tbo_jax.server.supervisor import EngineFailed, Supervisor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import logging
@@ -108,15 +107,6 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         await self._service.client.close()
         self._service.prompts.close()
-
-
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed, which is faster, else asyncio's."""
-    try:
-        import uvloop
-    except ImportError:  # not on every system
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 def raise_file_limit() -> None:
