@@ -13,6 +13,7 @@ import tarfile
 import tomllib
 import zipfile
 from collections import Counter
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,18 @@ def test_wheel_has_each_file_once(distributions):
         if not inside.endswith(".pyc"):
             assert files.count(f"tbo_jax/{inside.removeprefix('tbo_jax/')}") == 1
     assert "tbo_jax/py.typed" in files
+
+
+@pytest.mark.slow
+def test_the_index_gets_a_description_that_holds_there(distributions):
+    """All of the README but its pictures, which are no part of the index's page."""
+    with zipfile.ZipFile(distributions[1]) as archive:
+        name = f"tbo_jax-{tbo_jax.__version__}.dist-info/METADATA"
+        described = message_from_bytes(archive.read(name))
+    assert described["Description-Content-Type"].startswith("text/markdown")
+    text, readme = described.get_payload(), (ROOT / "README.md").read_text("utf-8")
+    lines = [line for line in readme.splitlines() if not line.startswith("![")]
+    assert [one for one in text.splitlines() if one] == [one for one in lines if one]
 
 
 @pytest.mark.slow
