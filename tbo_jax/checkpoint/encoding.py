@@ -6,6 +6,7 @@ import abc
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -158,7 +159,7 @@ def decode_into(
     encoding.values.read_into(name, values, tuple(read))
     if form.is_packed:
         values = halves(values, form.packed)[tuple(trim)]
-    numbers = values.astype(np.float32)
+    numbers = as_e2m1(values) if form.kind == "mxfp4" else values.astype(np.float32)
     if encoding.zeros is not None:
         numbers -= _spread(encoding, encoding.zeros, name, wanted)
     elif form.kind == "int4":
@@ -176,7 +177,14 @@ def _spread(
     dtype = np.dtype(np.uint8) if reader is encoding.zeros else encoding.scale_dtype
     read = np.empty([part.stop - part.start for part in wanted], dtype)
     fine.read_into(name, read, (*lead, rows, columns))
+    if encoding.form.kind == "mxfp4":
+        read = read.view(ml_dtypes.float8_e8m0fnu)
     return read.astype(np.float32)
+
+
+def as_e2m1(bits: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The numbers that the lower four bits stand for."""
+    return bits.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 
 def halves(packed: NDArray[np.uint8], axis: int = -1) -> NDArray[np.uint8]:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tbo_jax.checkpoint.int4 import GroupedInt4Weights
+from tbo_jax.checkpoint.mxfp4 import BLOCK as MXFP4_BLOCK
 from tbo_jax.checkpoint.mxfp4 import Mxfp4Weights
+from tbo_jax.checkpoint.mxfp4_matrices import Mxfp4Matrices
 from tbo_jax.checkpoint.quantized import BlockScaledWeights, PlainWeights, WeightFormat
 from tbo_jax.checkpoint.scaled import ScaledWeights
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
@@ -16,7 +18,9 @@ from tbo_jax.host.json_files import read_json_object
 
 MODELOPT_FILE = "hf_quant_config.json"  # of NVIDIA's Model Optimizer
 Maker = Callable[[TensorFolder], WeightFormat]
-_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_MXFP4 = "mxfp4-pack-quantized"
+_COMPRESSED = "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", _MXFP4
+_MODELOPT_BLOCK = 128, 128
 
 
 def read_quantization(folder: Path) -> object:
@@ -89,6 +93,12 @@ class _Said:
             )
         return value
 
+    def refuse(self, *keys: str) -> None:
+        """Raise CheckpointError for a key that says anything; empty objects say nothing."""
+        for key in keys:
+            if self.values.get(key):
+                self.expect(key, None)
+
     def inner(self, key: str) -> _Said:
         """The object under a key."""
         return _Said(f"{self.where}: {key}", self.values.get(key))
@@ -116,10 +126,15 @@ def _compressed(said: _Said) -> Maker:
     said.expect("format", *_COMPRESSED)
     said.expect("kv_cache_scheme", None)
     said.expect("quantization_status", "compressed", None)
-    for key in ("sparsity_config", "transform_config"):
-        if said.values.get(key):
-            said.expect(key, None, {})
+    said.refuse("sparsity_config", "transform_config")
     groups = said.inner("config_groups")
+    if said.values["format"] == _MXFP4:
+        for name in groups.values:
+            weights = groups.inner(name).inner("weights")
+            weights.expect("num_bits", 4)
+            weights.expect("type", "float")
+            weights.expect("group_size", MXFP4_BLOCK)
+        return partial(Mxfp4Matrices, numbers="weight_packed")
     blocks = set()
     for name in groups.values:
         weights = groups.inner(name).inner("weights")
@@ -137,18 +152,16 @@ def _compressed(said: _Said) -> Maker:
 
 
 def _modelopt(said: _Said) -> Maker:
-    said.expect("quant_algo", "FP8")
     said.expect("kv_cache_quant_algo", None)
-    return ScaledWeights
+    algorithm = said.expect("quant_algo", *_MODELOPT)
+    return _MODELOPT[algorithm]
 
 
 def _gptq(said: _Said) -> Maker:
     said.expect("bits", 4)
     said.expect("desc_act", False, None)
     said.expect("lm_head", False, None)
-    for key in ("dynamic", "meta_quant"):
-        if said.values.get(key):
-            said.expect(key, None)
+    said.refuse("dynamic", "meta_quant")
     form = said.expect("checkpoint_format", "gptq", "gptq_v2", None)
     symmetric = said.expect("sym", True, False)
     less = 0 if form == "gptq_v2" else 1
@@ -172,6 +185,15 @@ def _group(said: _Said) -> int | None:
         )
     return None if size == -1 else size
 
+
+# By the names that ModelOpt 0.47 writes.
+_MODELOPT: Mapping[str, Maker] = {
+    "FP8": ScaledWeights,
+    "FP8_PER_CHANNEL_PER_TOKEN": ScaledWeights,
+    "fp8_pb_wo": partial(ScaledWeights, block=_MODELOPT_BLOCK),
+    "W8A8_SQ_PER_CHANNEL": ScaledWeights,
+    "mxfp4": partial(Mxfp4Matrices, numbers="weight"),
+}
 
 _METHODS: Mapping[str, Callable[[_Said], Maker]] = {
     "fp8": _block_fp8,

@@ -29,7 +29,9 @@ from tbo_jax.quantized.array import Format, Kind
 WEIGHT = "weight"
 SCALE, PACKED, SHAPE = "weight_scale", "weight_packed", "weight_shape"
 ZEROS, ORDER = "weight_zero_point", "weight_g_idx"
-_OF_ACTIVATIONS = ".input_scale", ".input_zero_point", ".output_scale", ".input_global_scale"
+INPUT_FACTORS = "pre_quant_scale"
+OF_ACTIVATIONS = ".input_scale", ".input_zero_point", ".output_scale", ".input_global_scale"
+_OF_STACKS = "_scale", "_packed", ".weight_scale", ".weight_packed"
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,17 @@ class ScaledWeights(EncodedWeights):
     block: tuple[int, int] | None = None
 
     def passes_over(self, name: str) -> bool:
-        return name.endswith(_OF_ACTIVATIONS)
+        return name.endswith(OF_ACTIVATIONS)
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         base = name.removesuffix(WEIGHT)
+        check_matrix(self.tensors, name, shape)
         if not self._is_scaled(name):
             return {name: shape}
-        if len(shape) != 2:
+        if base + INPUT_FACTORS in self.tensors:
             raise CheckpointError(
-                f"{self._where(base + SCALE)} is there, but {name} has shape {list(shape)}, "
-                "expected a matrix"
+                f"{self._where(base + INPUT_FACTORS)}: inputs that are multiplied before the "
+                "product (SmoothQuant, AWQ) are not supported, expected none"
             )
         factors = self.tensors.info(base + SCALE)
         if factors.dtype.kind == "i" or factors.dtype.itemsize < 2:
@@ -118,6 +121,8 @@ class ScaledWeights(EncodedWeights):
         """Outputs and inputs that share a factor, from the shape of the factors."""
         scale = name.removesuffix(WEIGHT) + SCALE
         found, (rows, columns) = self.tensors.info(scale).shape, shape
+        if len(found) == 4 and found[1::2] == (1, 1):  # ModelOpt's, of blocks
+            found = found[::2]
         if found in ((), (1,), (1, 1)):
             return rows, columns
         if self.block is not None:
@@ -183,6 +188,19 @@ class PackedColumns(PartReader):
         packed = self.tensors.read(name.removesuffix(WEIGHT) + ZEROS)
         whole = halves(as_bytes(np.ascontiguousarray(packed.T))).T
         return whole if index is None else whole[index]
+
+
+def check_matrix(tensors: TensorFolder, name: str, shape: tuple[int, ...]) -> None:
+    """Raise CheckpointError for factors beside what is no matrix, such as all experts in one.
+
+    llm-compressor 0.14 writes the matrices of each expert alone.
+    """
+    beside = [name + suffix for suffix in _OF_STACKS if name + suffix in tensors]
+    if len(shape) != 2 and beside:
+        raise CheckpointError(
+            f"{tensors.folder}: tensor {beside[0]}: factors of {name} {list(shape)}, expected a "
+            "matrix; quantised experts in one tensor are not supported"
+        )
 
 
 def as_bytes(packed: NDArray[np.int32]) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""Checkpoints that llm-compressor, GPTQModel and AutoAWQ wrote, against what these tools decode."""
+"""Checkpoints that tools wrote (tests/golden/make_quantized.py), against what they decode."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from tbo_jax.checkpoint.load import load_model
 from tbo_jax.checkpoint.tensors import CheckpointError, TensorFolder
 from tbo_jax.parallel.sharding import make_mesh
 from tbo_jax.quantized.array import QuantizedArray, decoded
+from tests.golden_cases import Golden
 from tests.models.parity import CACHE, PREFILL, feed, shuffled_pages
 
 FOLDER = Path(__file__).parents[1] / "golden" / "quantized"
-CASES = sorted(path.name for path in FOLDER.iterdir())
-KINDS = {"fp8": "fp8", "w8": "int8", "w4": "int4", "gptq": "int4", "awq": "int4"}
+ACT_ORDER = "gptq_act_order"
+CASES = sorted({path.name for path in FOLDER.iterdir()} - {ACT_ORDER})
+KINDS = {
+    "fp8": "fp8", "w8": "int8", "w4": "int4", "gptq": "int4", "awq": "int4", "mxfp4": "mxfp4",
+}  # fmt: skip
 
 
 def load(name: str, devices: int = 1, tensor: int = 1, **options: Any) -> Any:
@@ -66,7 +70,13 @@ def test_weights_stay_as_small_as_the_file(name: str) -> None:
     assert sum(a.nbytes for a in matrices) <= 1.02 * stored
 
 
-@pytest.mark.parametrize("name", CASES)
+SAME_LAYOUT = "awq_autoround", "fp8_modelopt", "fp8_modelopt_channel", "gptq", "mxfp4_modelopt"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in SAME_LAYOUT else []) for n in CASES],
+)
 def test_shards_are_those_of_the_whole(name: str) -> None:
     """With tensor parallelism, and decoded while loading."""
     whole = arrays_of(load(name))
@@ -110,8 +120,34 @@ Q = "model.layers.0.self_attn.q_proj."
             "weight_g_idx: groups that follow the activations",
         ),
         (
+            ACT_ORDER, {"desc_act": False}, {},
+            r"g_idx: groups that follow the activations \(desc_act, act-order\) are not supported",
+        ),
+        (ACT_ORDER, {}, {}, "desc_act=True is not supported, expected False"),
+        ("gptq", {"bits": 8}, {}, "bits=8 is not supported, expected 4"),
+        ("gptq", {"dynamic": {"-:.*": {}}}, {}, "dynamic={'-:.*': {}} is not supported"),
+        ("awq", {"version": "gemv"}, {}, "version='gemv' is not supported, expected 'gemm'"),
+        ("fp8_modelopt", {"quant_algo": "W4A16_AWQ"}, {}, "quant_algo='W4A16_AWQ' is not support"),
+        ("fp8_modelopt", {"quant_algo": "NVFP4"}, {}, "quant_algo='NVFP4' is not supported"),
+        (
+            "w8a8", {}, {Q + "pre_quant_scale": np.ones(128, np.float32)},
+            "q_proj.pre_quant_scale: inputs that are multiplied before the product",
+        ),
+        (
+            "mxfp4a16", {}, {Q + "weight_scale": np.ones((128, 4), np.float16)},
+            "q_proj.weight_scale is float16, expected uint8",
+        ),
+        (
+            "mxfp4a16", {}, {Q + "weight_scale": np.ones((128, 2), np.uint8)},
+            r"q_proj.weight_scale has shape \[128, 2\], expected \[128, 4\]",
+        ),
+        (
             "w8a8", {}, {Q + "weight_zero_point": np.ones((128, 1), np.int8)},
             "weight_zero_point of 8 bits is not supported",
+        ),
+        (
+            "w8a8", {}, {"model.norm.weight_scale": np.ones((), np.float32)},
+            r"model.norm.weight_scale: factors of model.norm.weight \[128\], expected a matrix",
         ),
         (
             "w8a8", {}, {Q + "weight_scale": np.ones((128, 3), np.float32)},
@@ -119,9 +155,42 @@ Q = "model.layers.0.self_attn.q_proj."
         ),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_refused_by_name(
+def test_what_is_not_supported_is_refused(
     tmp_path: Path, name: str, config: Any, tensors: Any, message: str
 ) -> None:
     folder = changed(tmp_path, name, config, tensors)
     with pytest.raises(CheckpointError, match=message):
         load_model(folder, mesh=make_mesh(1), dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("form", ["int-quantized", "mxfp4-pack-quantized"])
+@pytest.mark.parametrize("suffix", ["_scale", "_packed", ".weight_scale"])
+def test_quantised_experts_in_one_tensor_are_refused(
+    tmp_path: Path, suffix: str, form: str
+) -> None:
+    """No tool writes them: llm-compressor takes such experts apart."""
+    shutil.copytree(Golden("qwen3_moe").folder, tmp_path, dirs_exist_ok=True)
+    values = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((FOLDER / "w8a8" / "config.json").read_text())["quantization_config"]
+    if form != config["format"]:
+        config = json.loads((FOLDER / "mxfp4a16" / "config.json").read_text())
+        config = config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
+    tensors: dict[str, np.ndarray] = {}
+    for path in tmp_path.glob("model*.safetensors*"):
+        if path.suffix == ".safetensors":
+            tensors |= load_file(path)
+        path.unlink()
+    experts = {}
+    for layer in range(2):
+        base = f"model.layers.{layer}.mlp.experts."
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            names = [f"{base}{i}.{projection}.weight" for i in range(8)]
+            experts[projection] = np.stack([tensors.pop(name).T for name in names])
+        both = np.concatenate([experts["gate_proj"], experts["up_proj"]], -1)
+        tensors[base + "gate_up_proj"] = np.ascontiguousarray(both)
+        tensors[base + "down_proj"] = experts["down_proj"]
+        tensors[base + "down_proj" + suffix] = np.ones((8, 1, 1), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"down_proj{suffix}: factors of .*down_proj .*, exp"):
+        load_model(tmp_path, mesh=make_mesh(1), dtype=jnp.float32)
