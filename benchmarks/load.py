@@ -49,6 +49,8 @@ class Arguments:
     """Of each answer."""
     max_sequences: int = 16
     """Rows of a step."""
+    stream_interval: float = 0.0
+    """Option of the server."""
     rounds: int = 3
     """Of which medians are told."""
     json: Path | None = None
@@ -193,6 +195,7 @@ def main(args: Arguments) -> None:
         [
             sys.executable, "-m", "tbo_jax.cli.main", "serve", args.model, "--port", str(port),
             "--max-sequences", str(args.max_sequences), "--no-prefix-cache", "-q",
+            "--stream-interval", str(args.stream_interval),
         ]
     )  # fmt: skip
     try:

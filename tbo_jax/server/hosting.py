@@ -106,7 +106,7 @@ async def serve_api(
     Raises:
         ValueError: something is wrong with the tokenizer or the chat template.
     """
-    client = RemoteClient(serving.engine)
+    client = RemoteClient(serving.engine, serving.settings.stream_interval)
     await client.wait_ready()
     service = await asyncio.to_thread(
         Service, client, serving.model, serving.settings, serving.keys

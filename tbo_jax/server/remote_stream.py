@@ -12,10 +12,27 @@ from tbo_jax.server.interface import Update
 class Stream:
     """What came of a request and nobody took yet, joined, so that slow readers cost nothing."""
 
-    __slots__ = ("_error", "_pending", "_tells_tokens", "_waiter", "unfinished")
+    __slots__ = (
+        "_error",
+        "_has_begun",
+        "_pending",
+        "_tells_tokens",
+        "_waiter",
+        "_wake_later",
+        "unfinished",
+    )
 
-    def __init__(self, tells_tokens: bool) -> None:
+    def __init__(
+        self, tells_tokens: bool, wake_later: Callable[[Stream], None] | None = None
+    ) -> None:
+        """Args:
+        tells_tokens: tell tokens before a sample is over.
+        wake_later: has `wake` called some time later: then tokens are gathered until then, but for
+            the first one.
+        """
         self.unfinished: set[int] = set()  # numbers of its samples
+        self._wake_later = wake_later
+        self._has_begun = False
         self._tells_tokens = tells_tokens
         self._pending: dict[int, Update] = {}  # by sample
         self._error: Exception | None = None
@@ -30,7 +47,11 @@ class Stream:
             update.token_ids.append(token)
             update.text += text
         if self._tells_tokens and self._waiter is not None:
-            self._wake()
+            if self._wake_later is None or not self._has_begun:
+                self.wake()
+            else:
+                self._wake_later(self)
+        self._has_begun = True
 
     def put(self, later: Update) -> None:
         """More of a sample."""
@@ -40,19 +61,20 @@ class Stream:
         else:
             update.join(later)
         if self._tells_tokens or later.finish_reason is not None:
-            self._wake()
+            self.wake()
 
     def fail(self, error: Exception) -> None:
         """Have the iteration raise it, after what there is."""
         self._error = error
-        self._wake()
+        self.wake()
 
     def clear(self) -> None:
         """Drop what nobody took."""
         self._pending.clear()
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have the reader take what there is."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

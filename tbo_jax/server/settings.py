@@ -71,6 +71,9 @@ class ServerSettings:
     beside them."""
     step_timeout: float = 300.0
     """Seconds after which a step of the engine hangs: then its process is started anew."""
+    stream_interval: float = 0.0
+    """Seconds for which the tokens of a stream are gathered before they are sent in one event, the
+    first one excepted. More than 0 saves work where steps are quick or streams are many."""
     limits: tyro.conf.OmitArgPrefixes[Limits] = field(default_factory=Limits)
     """What requests may take."""
 
@@ -78,6 +81,8 @@ class ServerSettings:
         whole_number("api_workers", self.api_workers, 1)
         if not self.step_timeout > 0:
             raise ValueError(f"step_timeout is {self.step_timeout}: expected more than 0")
+        if not 0 <= self.stream_interval <= 10:
+            raise ValueError(f"stream_interval is {self.stream_interval}: expected from 0 to 10")
 
     def keys(self, environment: str | None) -> tuple[str, ...]:
         """The API keys: those of the command line, or else of the environment's variable.

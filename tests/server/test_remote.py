@@ -36,6 +36,7 @@ class FakeEngine:
         self.rows = rows
         self.poison_at = poison_at  # tokens that a poisonous one has before
         self.deaths = 0
+        self.steps = 0
         self.added: list[wire.Add] = []
         self.dropped: list[int] = []
         self._runs = itertools.count()
@@ -103,6 +104,7 @@ class FakeEngine:
     async def _steps(self) -> None:
         while True:
             await asyncio.sleep(0.0005)
+            self.steps += 1
             for writer, running in self.connections:
                 step = wire.Step()
                 for number, one in list(running.items())[: self.rows]:
@@ -195,12 +197,17 @@ def test_however_often_it_dies_nothing_is_lost_or_told_twice(path, seed, loop_fa
     async def main(engine, client):
         tasks = [asyncio.create_task(one(client, number)) for number in range(300)]
         for _ in range(6):
-            await asyncio.sleep(0.1)
+            # Not after a time: on a busy machine a request might get no token in many runs.
+            while not client.is_ready:
+                await asyncio.sleep(0.001)
+            enough = engine.steps + 60
+            while engine.steps < enough:
+                await asyncio.sleep(0.001)
             await engine.die()
             await asyncio.sleep(0.02 * rng.random())
             await engine.start()
         await asyncio.gather(*tasks)
-        assert client.num_connections >= 5
+        assert client.num_connections >= 6
 
     run(path, main, loop_factory, rows=200)
 
@@ -256,6 +263,23 @@ def test_a_request_that_is_left_is_ended_there(path):
         await asyncio.sleep(0.05)
         assert sorted(engine.dropped) == [0, 1, 2]
         assert await client.statistics() == {"run": "run 0", "connections": 1}
+
+    run(path, main)
+
+
+def test_tokens_are_gathered_for_an_interval(path):
+    """All of them come; the first at once, and those that follow together."""
+
+    async def main(engine, client):
+        request = asked([4], 60, n=2)
+        calm = [one async for one in client.generate(request)]
+        slow = RemoteClient(path, stream_interval=30.0)
+        await slow.wait_ready()
+        updates = [one async for one in slow.generate(request)]
+        check(request, joined(updates))
+        # One of each sample may come before the reader waits; the rest comes when samples end.
+        assert len(updates[0].token_ids) == 1 and len(updates) <= 6 < len(calm)
+        await slow.close()
 
     run(path, main)
 
