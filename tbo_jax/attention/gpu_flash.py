@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from tbo_jax._pallas import triton as plgpu
 from tbo_jax.attention.kernel import AttentionLoad, AttentionShape
 from tbo_jax.quantized.gpu_block import dot
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from tbo_jax._pallas import triton as plgpu
 from tbo_jax.moe.gpu_experts import (
     INNER_BYTES,
     SMALLEST_TILE,

@@ -40,7 +40,15 @@ from tbo_jax.schedule.report import ScheduleReport, inspect
 from tbo_jax.schedule.targets import Target
 from tbo_jax.step.backends import KernelChoice
 from tbo_jax.step.compiler_options import Options
-from tbo_jax.step.kernels import ATTENTION, EXPERTS, attention_shape, expert_shape, kernels_of
+from tbo_jax.step.kernels import (
+    ATTENTION,
+    EXPERTS,
+    TRAINING_ATTENTION,
+    TRAINING_EXPERTS,
+    attention_shape,
+    expert_shape,
+    kernels_of,
+)
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket, CacheConfig
 from tbo_jax.training.loss import NextTokenLoss
@@ -350,7 +358,7 @@ def attention_work(config: DecoderConfig, tokens: int, shape: StepShape) -> dict
         tokens, shape.context, _context_read(config, shape), shape.phase == "decode"
     )
     work: dict[str, tuple[float, float]] = {}
-    for kernel in kernels_of(ATTENTION):
+    for kernel in (*kernels_of(ATTENTION), *kernels_of(TRAINING_ATTENTION)):
         work |= kernel(attention_shape(config)).expected_work(load)
     return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}
 
@@ -362,6 +370,6 @@ def expert_work(
     if load is None:
         return {}
     work: dict[str, tuple[float, float]] = {}
-    for kernel in kernels_of(EXPERTS):
+    for kernel in (*kernels_of(EXPERTS), *kernels_of(TRAINING_EXPERTS)):
         work |= kernel(expert_shape(config, weight_bits)).expected_work(load)
     return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}

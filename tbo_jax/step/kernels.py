@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import jax
+
 from tbo_jax.attention.cpu_paged import CpuAttention
+from tbo_jax.attention.dense import dense_causal_attention
+from tbo_jax.attention.gpu_flash import GpuFlashAttention
 from tbo_jax.attention.gpu_paged import GpuAttention
 from tbo_jax.attention.kernel import AttentionKernel, AttentionShape
 from tbo_jax.attention.paged import XlaAttention
 from tbo_jax.attention.tpu_paged import TpuAttention
 from tbo_jax.layers.config import DecoderConfig
-from tbo_jax.moe.experts import XlaExperts
+from tbo_jax.moe.experts import XlaExperts, apply_experts
 from tbo_jax.moe.gpu_experts import GpuExperts
+from tbo_jax.moe.gpu_experts_grad import DifferentiableGpuExperts
 from tbo_jax.moe.kernel import ExpertKernel, ExpertShape
 from tbo_jax.moe.tpu_experts import TpuExperts
 from tbo_jax.step.backends import Backend, KernelChoice, check_kernels, missing, platform_of
@@ -44,6 +49,13 @@ EXPERTS: Mapping[str, Mapping[Backend, type[ExpertKernel]]] = {
     "gpu": {"triton": GpuExperts},
     "tpu": {"mosaic": TpuExperts},
 }
+# With a gradient, for training. The attention is of whole sequences, without pages.
+TRAINING_ATTENTION: Mapping[str, Mapping[Backend, type[GpuFlashAttention]]] = {
+    "gpu": {"triton": GpuFlashAttention}
+}
+TRAINING_EXPERTS: Mapping[str, Mapping[Backend, type[ExpertKernel]]] = {
+    "gpu": {"triton": DifferentiableGpuExperts}
+}
 
 
 def kernels_of(table: Mapping[str, Mapping[Backend, K]]) -> list[K]:
@@ -62,6 +74,14 @@ class Kernels:
     attention: AttentionKernel
     experts: ExpertKernel
     products: bool = True
+
+
+@dataclass(frozen=True)
+class TrainingKernels:
+    """The kernels of a training step, differentiable."""
+
+    attention: Callable[..., jax.Array]  # as `dense_causal_attention`
+    experts: Callable[..., jax.Array]  # as `apply_experts`
 
 
 def attention_shape(config: DecoderConfig, masked: bool = False) -> AttentionShape:
@@ -118,6 +138,21 @@ def choose_kernels(
         (kind or XlaExperts).for_device(of_experts, device),
         products,
     )
+
+
+def choose_training_kernels(device: Any, config: DecoderConfig) -> TrainingKernels:
+    """The kernels to train a model with, on devices like `device`, which need not be there."""
+    shape, of_experts = attention_shape(config), expert_shape(config)
+    attention: Callable[..., jax.Array] = dense_causal_attention
+    attend = _first("attention", TRAINING_ATTENTION, device, "auto", shape)
+    if attend is not None:
+        attention = attend(shape)
+    experts: Callable[..., jax.Array] = apply_experts
+    if config.num_experts:
+        kernel = _first("experts", TRAINING_EXPERTS, device, "auto", of_experts)
+        if kernel is not None:
+            experts = kernel.for_device(of_experts, device)
+    return TrainingKernels(attention, experts)
 
 
 def _first(

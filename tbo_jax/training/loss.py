@@ -25,6 +25,7 @@ from tbo_jax.parallel.exchange import Transport
 from tbo_jax.parallel.sharding import DEVICES, RANKS, TENSOR, parameter_spec
 from tbo_jax.quantized.array import QuantizedArray
 from tbo_jax.step.compiler_options import Options, compiler_options
+from tbo_jax.step.kernels import choose_training_kernels
 
 Metrics = dict[str, jax.Array]
 
@@ -104,6 +105,7 @@ class NextTokenLoss:
         ]
         self.specs = jax.tree.unflatten(jax.tree.structure(state), specs)
         self._exchange = exchange_of(self.config, mesh, transport)
+        self._kernels = choose_training_kernels(mesh.devices.flat[0], self.config)
 
     def micro_batches(self, sequences: int, length: int) -> int:
         """Into how many micro-batches each rank cuts its part of a step's sequences.
@@ -219,8 +221,9 @@ class NextTokenLoss:
         sequences, length = tokens.shape[0], tokens.shape[1] - 1
         positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), sequences)
         return _Context(
-            attention=DenseAttention(length),
+            attention=DenseAttention(length, self._kernels.attention),
             exchange=self._exchange,
+            experts=self._kernels.experts,
             rotary=rotary_table(self.config.rotary, positions),
             live=jnp.ones(positions.shape, bool),
             targets=tokens[:, 1:].reshape(-1),

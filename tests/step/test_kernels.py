@@ -12,16 +12,26 @@ import jax.numpy as jnp
 import pytest
 
 from tbo_jax.attention.cpu_paged import CpuAttention
+from tbo_jax.attention.dense import dense_causal_attention
+from tbo_jax.attention.gpu_flash import GpuFlashAttention
 from tbo_jax.attention.gpu_paged import GpuAttention
 from tbo_jax.attention.kernel import AttentionShape
 from tbo_jax.attention.paged import QUERY_BLOCK, XlaAttention
 from tbo_jax.attention.tpu_paged import TpuAttention
 from tbo_jax.layers.config import DecoderConfig
-from tbo_jax.moe.experts import XlaExperts
+from tbo_jax.moe.experts import XlaExperts, apply_experts
 from tbo_jax.moe.gpu_experts import GpuExperts
+from tbo_jax.moe.gpu_experts_grad import DifferentiableGpuExperts
 from tbo_jax.moe.tpu_experts import TpuExperts
 from tbo_jax.schedule.model_step import read_shape
-from tbo_jax.step.kernels import Kernels, attention_shape, choose_kernels, expert_shape
+from tbo_jax.step.kernels import (
+    Kernels,
+    TrainingKernels,
+    attention_shape,
+    choose_kernels,
+    choose_training_kernels,
+    expert_shape,
+)
 
 SPARSE = read_shape("qwen3-30b-a3b", 1)
 SHAPE = attention_shape(SPARSE)
@@ -198,3 +208,13 @@ def test_latent_attention(
     warned = [r.getMessage() for r in caplog.records]
     assert len(warned) == (reason is not None)
     assert reason is None or reason in warned[0]
+
+
+def test_training_takes_kernels_with_a_gradient_where_there_are_some() -> None:
+    by_xla = TrainingKernels(dense_causal_attention, apply_experts)
+    hopper = device("gpu", compute_capability="9.0")
+    on_gpu = TrainingKernels(GpuFlashAttention(SHAPE), DifferentiableGpuExperts(EXPERTS))
+    assert choose_training_kernels(hopper, SPARSE) == on_gpu
+    assert choose_training_kernels(device("cpu"), SPARSE) == by_xla
+    odd = with_shape(head_dim=24, expert_intermediate_size=100)
+    assert choose_training_kernels(hopper, odd) == by_xla
