@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -11,6 +11,18 @@ from tbo_jax.server.errors import refused
 from tbo_jax.server.protocol import ChatMessage, ContentPart, Tool
 
 _TEXTS = ("text", "input_text", "output_text")
+
+
+class TextPart(Protocol):
+    """A part of a content, which is of a text if `type` says so."""
+
+    @property
+    def type(self) -> str:
+        """What it is."""
+
+    @property
+    def text(self) -> str | None:
+        """The text, if it has one."""
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -55,14 +67,21 @@ def _content(content: str | list[ContentPart] | None, where: str) -> str:
         return content or ""
     texts = []
     for number, part in enumerate(content):
-        if part.type == "refusal":
-            texts.append(part.refusal or "")
-        elif part.type not in _TEXTS or part.text is None:
-            at = f"{where}.content[{number}]"
-            raise refused(at, f"is of type {part.type!r:.80}: expected a text", "unsupported_value")
-        else:
-            texts.append(part.text)
+        is_refusal = part.type == "refusal"
+        at = f"{where}.content[{number}]"
+        texts.append(part.refusal or "" if is_refusal else part_text(part, at, _TEXTS))
     return "".join(texts)
+
+
+def part_text(part: TextPart, where: str, types: Sequence[str]) -> str:
+    """The text of a part of a content.
+
+    Raises:
+        ApiError: 400: it is of none of the types, or has no text; it names `where` it is.
+    """
+    if part.type not in types or part.text is None:
+        raise refused(where, f"is of type {part.type!r:.80}: expected a text", "unsupported_value")
+    return part.text
 
 
 def call_arguments(text: str, where: str) -> dict[str, Any]:

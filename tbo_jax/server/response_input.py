@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tbo_jax.server.conversation import call_arguments
+from tbo_jax.server.conversation import call_arguments, part_text
 from tbo_jax.server.errors import refused
 from tbo_jax.server.protocol import (
     ChatRequest,
@@ -126,10 +126,5 @@ def _given(value: Any, where: str) -> Any:
 def _text(content: str | Sequence[InputPart] | None, where: str) -> str:
     if isinstance(content, str):
         return content
-    texts = []
-    for number, part in enumerate(content or ()):
-        if part.type not in _TEXTS or part.text is None:
-            at = f"{where}[{number}]"
-            raise refused(at, f"is of type {part.type!r:.80}: expected a text", "unsupported_value")
-        texts.append(part.text)
-    return "".join(texts)
+    parts = enumerate(content or ())
+    return "".join(part_text(part, f"{where}[{number}]", _TEXTS) for number, part in parts)
