@@ -9,11 +9,12 @@ queries of each head, since the tiles of shared memory have 8 rows. A step with 
 context over several programs (flash-decoding, Dao et al. 2023).
 
 Unlike Pallas' Triton backend, deprecated since jax 0.11, this one stays. Values that a thread holds
-have their layout said (`_with_layout`): searching for them took minutes (jax 0.10.2).
+have their layout said (`with_layout`): searching for them took minutes (jax 0.10.2).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tbo_jax._pallas import interpret_mosaic, mosaic
 from tbo_jax.attention.gpu_paged import PROGRAMS, num_splits
 from tbo_jax.attention.kernel import AttentionKernel, AttentionLoad, AttentionShape
 from tbo_jax.attention.work import num_work_items
@@ -69,6 +70,7 @@ class MosaicAttention(AttentionKernel):
     def __call__(
         self, queries, cache, batch, work, *, query_block, scale, sliding_window=None, sinks=None
     ):
+        plgpu = mosaic()
         tokens, heads, head_dim = queries.shape
         page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
         key_block = min(64, BLOCK_ELEMENTS // head_dim)
@@ -141,7 +143,7 @@ class MosaicAttention(AttentionKernel):
             splits=splits,
             interpret=self.interpret,
         )
-        found = plgpu.kernel(
+        attend = plgpu.kernel(
             body,
             out_type=outputs,
             scratch_types=scratch,
@@ -151,16 +153,17 @@ class MosaicAttention(AttentionKernel):
                 lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
             ),
             kernel_name=NAME,
-            **({"interpret": _interpreter()} if self.interpret else {}),
-        )(
-            jnp.asarray(cache.first_page, jnp.int32).reshape(1),
-            *(field[:items] for field in (work.row, work.first_token, work.num_queries)),
-            work.first_position[:items],
-            batch.page_table,
-            first,
-            loaded,
-            *cache.pages,
         )
+        with interpret_mosaic() if self.interpret else contextlib.nullcontext():
+            found = attend(
+                jnp.asarray(cache.first_page, jnp.int32).reshape(1),
+                *(field[:items] for field in (work.row, work.first_token, work.num_queries)),
+                work.first_position[:items],
+                batch.page_table,
+                first,
+                loaded,
+                *cache.pages,
+            )
         if splits == 1:
             joined = found[0][0]
         else:
@@ -189,16 +192,6 @@ class MosaicAttention(AttentionKernel):
         return {NAME: (computed, float(moved * self._width))}
 
 
-def _interpreter() -> Any:
-    if hasattr(plgpu, "InterpretGPUParams"):
-        return plgpu.InterpretGPUParams()
-    from jax._src.pallas.mosaic_gpu.interpret.params import (  # jax 0.10.2 has it nowhere else
-        InterpretGPUParams,
-    )
-
-    return InterpretGPUParams()
-
-
 def _kernel(
     first_page, row_ref, first_token, num_queries, first_position, table, sinks, q_ref, k_ref,
     v_ref, out_ref, *refs, q_smem, k_smem, v_smem, weights, out_smem, statistics, q_arrived,
@@ -206,6 +199,7 @@ def _kernel(
     window, splits, interpret,
 ):  # fmt: skip
     """One work item, `share` of the heads of one key/value head, one part of the context."""
+    plgpu = mosaic()
     head_dim = q_smem.shape[1]
     kv_heads = k_ref.shape[2] // head_dim
     program, part = jax.lax.axis_index("program"), jax.lax.axis_index("part")
@@ -369,17 +363,18 @@ def _turned(ref):
     """A matrix's transpose; jax 0.12 has it as a method, and warns of the function."""
     if hasattr(ref, "transpose"):
         return ref.transpose((1, 0))
-    return plgpu.transpose_ref(ref, (1, 0))
+    return mosaic().transpose_ref(ref, (1, 0))
 
 
 def _load(ref, layout):
     """An array that is read as threads are to hold it; jax 0.10.2 asks for an index besides."""
-    index = () if hasattr(plgpu, "store") else ((),)
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
+    index = () if hasattr(mosaic(), "store") else ((),)
+    return mosaic().load(ref, *index, layout=layout, optimized=False)
 
 
 def _store(ref, value):
     """A write once a program to rows that are not tiled, whose bank conflicts jax 0.12 refuses."""
+    plgpu = mosaic()
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:

@@ -17,6 +17,7 @@ import jax
 from tbo_jax.attention.cpu_paged import CpuAttention
 from tbo_jax.attention.dense import dense_causal_attention
 from tbo_jax.attention.gpu_flash import GpuFlashAttention
+from tbo_jax.attention.gpu_mosaic import MosaicAttention
 from tbo_jax.attention.gpu_paged import GpuAttention
 from tbo_jax.attention.kernel import AttentionKernel, AttentionShape
 from tbo_jax.attention.paged import XlaAttention
@@ -40,7 +41,7 @@ EQUAL_BLOCK_ROWS = 16
 # By platform and backend of Pallas, what "auto" prefers first; "gpu" is one of NVIDIA from Ampere
 # on. Triton is first there until a GPU has measured both.
 ATTENTION: Mapping[str, Mapping[Backend, type[AttentionKernel]]] = {
-    "gpu": {"triton": GpuAttention},
+    "gpu": {"triton": GpuAttention, "mosaic": MosaicAttention},
     "tpu": {"mosaic": TpuAttention},
 }
 # What XLA compiles where there is no other.
