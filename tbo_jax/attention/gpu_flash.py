@@ -70,7 +70,8 @@ class GpuFlashAttention:
             return out, (queries, keys, values, sinks, out, sums)
 
         def backward(saved, grad):
-            return run().backward(*saved, grad)
+            queries, keys, values, sinks, out, sums = saved
+            return run().backward(queries, keys, values, sinks, out, sums, grad)
 
         attend.defvjp(forward, backward)
         return attend(queries, keys, values, sinks)
@@ -260,8 +261,8 @@ def _forward_kernel(q, k, v, *refs, length, scale, window, rows, columns):
     else:
         top, total = jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
     state = top, total, _zeros(rows, v.shape[2])
-    bounds = _keys_of(block, rows, columns, length, window)
-    top, total, acc = jax.lax.fori_loop(*bounds, accumulate, state)
+    start, stop = _keys_of(block, rows, columns, length, window)
+    top, total, acc = jax.lax.fori_loop(start, stop, accumulate, state)
     _store(out, token, head, live, [part / total[:, None] for part in acc])
     plgpu.store(sums.at[head, token], top + jnp.log(total), mask=live)
 
@@ -290,8 +291,8 @@ def _queries_grad_kernel(
         of_scores = jnp.exp(scores) * (of_weights - taken_off[:, None]) * scale
         return _add(acc, of_scores.astype(k.dtype), keys)
 
-    bounds = _keys_of(block, rows, columns, length, window)
-    acc = jax.lax.fori_loop(*bounds, accumulate, _zeros(rows, q.shape[2]))
+    start, stop = _keys_of(block, rows, columns, length, window)
+    acc = jax.lax.fori_loop(start, stop, accumulate, _zeros(rows, q.shape[2]))
     _store(out, token, head, live, acc)
 
 

@@ -156,9 +156,9 @@ def _call(kernel, name, grid, tile, block, warps, operands, results, *, interpre
 
 def _with_given(kernel, given, *refs, tile, block):
     """Call a kernel with None for each operand that was left out."""
-    refs = iter(refs)
-    operands = [next(refs) if there else None for there in given]
-    kernel(*operands, *refs, tile=tile, block=block)
+    rest = iter(refs)
+    operands = [next(rest) if there else None for there in given]
+    kernel(*operands, *rest, tile=tile, block=block)
 
 
 def _gathered(ref, row, start, size, live):

@@ -358,8 +358,11 @@ def attention_work(config: DecoderConfig, tokens: int, shape: StepShape) -> dict
         tokens, shape.context, _context_read(config, shape), shape.phase == "decode"
     )
     work: dict[str, tuple[float, float]] = {}
-    for kernel in (*kernels_of(ATTENTION), *kernels_of(TRAINING_ATTENTION)):
-        work |= kernel(attention_shape(config)).expected_work(load)
+    of_device = attention_shape(config)
+    for kernel in kernels_of(ATTENTION):
+        work |= kernel(of_device).expected_work(load)
+    for with_gradient in kernels_of(TRAINING_ATTENTION):
+        work |= with_gradient(of_device).expected_work(load)
     return {name: Work(flops, moved, 1) for name, (flops, moved) in work.items()}
 
 
