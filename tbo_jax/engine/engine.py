@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -349,11 +350,16 @@ class Engine:
         with self._lock:
             return request_id in self._reader.running
 
-    def counts(self) -> dict[str, Any]:
-        """The statistics as they are between two steps, as plain values."""
-        with self._lock:
+    def counts(self, *, at_once: bool = False) -> dict[str, Any]:
+        """The statistics as they are between two steps, as plain values.
+
+        Args:
+            at_once: do not wait for the end of a step: they may be of two. Who waits may wait for
+                long, as a thread that runs step after step lets go of the engine for an instant.
+        """
+        with contextlib.nullcontext() if at_once else self._lock:
             stats, scheduler = self.statistics, self.scheduler.statistics
-            return asdict(stats) | {
+            return _values(stats) | {
                 "speculate": self.speculate,
                 "acceptance_rate": stats.acceptance_rate,
                 "tokens_per_row": stats.tokens_per_row,
@@ -486,6 +492,14 @@ def _window(runner: ModelRunner) -> int | None:
     config = runner.config
     everywhere = config.sliding_window is not None and not config.full_attention_layers
     return config.sliding_window if everywhere and runner.kernels.attention.ignores_unseen else None
+
+
+def _values(statistics: EngineStatistics) -> dict[str, Any]:
+    while True:
+        try:
+            return asdict(statistics)
+        except RuntimeError:  # a dictionary got an entry meanwhile, which happens once for each
+            continue
 
 
 def _checked_id(request_id: Any) -> int:

@@ -432,7 +432,14 @@ class LLM:
         `link_bytes` is what a device sent to others, padding included. With the ragged transport
         it is `link_bytes_at_most`, as if every token had its experts on as many devices as can be.
         """
-        stats, seconds = self.engine.counts(), self.calls.seconds
+        return self._statistics(at_once=False)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The `statistics`, read at once while another thread runs steps: they may be of two."""
+        return self._statistics(at_once=True)
+
+    def _statistics(self, at_once: bool) -> dict[str, Any]:
+        stats, seconds = self.engine.counts(at_once=at_once), self.calls.seconds
         if TRANSPORTS[self.engine.runner.transport].sizes_are_data:
             stats["link_bytes_at_most"] = stats.pop("link_bytes")
         rate = stats["generated_tokens"] / seconds if seconds else 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +11,6 @@ from tbo_jax.engine.async_llm import AsyncLLM, TokenStream
 from tbo_jax.engine.generation import Completion
 from tbo_jax.engine.llm import LLM
 from tbo_jax.engine.running import TokenEvent
-from tbo_jax.engine.statistics import EngineStatistics
 from tbo_jax.sampling.params import SamplingParams
 from tbo_jax.server.interface import Generate, ModelInfo, Update
 from tbo_jax.server.updates import Pending
@@ -89,7 +87,7 @@ class LocalClient:
 
     async def statistics(self) -> dict[str, Any]:
         """Counts and times, and what runs now."""
-        return statistics_of(self._llm)
+        return self._llm.snapshot() | self._llm.engine.scheduler.load
 
     async def close(self, *, seconds: float = 0.0) -> None:
         """Take no more requests; end those under way after so many seconds at the latest."""
@@ -102,33 +100,6 @@ class LocalClient:
             late.cancel()
         else:
             await self._front.ashutdown()
-
-
-def statistics_of(llm: LLM) -> dict[str, Any]:
-    """Counts and times of an engine, with what runs at this moment.
-
-    They are read without the engine's lock: its thread holds that for all but an instant of each
-    step, so that whoever waits for it may wait for long. They may therefore be of two steps.
-    """
-    engine, scheduler = llm.engine, llm.engine.scheduler
-    return {
-        **_counts(engine.statistics),
-        "preemptions": scheduler.statistics.preemptions,
-        "cached_tokens": scheduler.statistics.cached_tokens,
-        "evictions": scheduler.statistics.evictions,
-        "use_tbo": engine.runner.overlap.mode,
-        "devices": llm.mesh.size,
-        "platform": llm.mesh.devices.flat[0].platform,
-        **scheduler.load,
-    }
-
-
-def _counts(statistics: EngineStatistics) -> dict[str, Any]:
-    while True:
-        try:
-            return dataclasses.asdict(statistics)
-        except RuntimeError:  # a dictionary got an entry meanwhile, which happens once for each
-            continue
 
 
 async def _at_the_end(stream: TokenStream) -> AsyncIterator[Update]:

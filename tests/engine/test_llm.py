@@ -59,6 +59,16 @@ def other_llm(folder, request):
     return make_llm(folder, devices=devices, mode=mode, prompt_logprobs=True)
 
 
+def test_a_snapshot_waits_for_no_step(llm):
+    known, met = llm.statistics, []
+    with llm.engine._lock:  # as during a step
+        other = threading.Thread(target=lambda: met.append(llm.snapshot()))
+        other.start()
+        other.join(60)
+        assert len(met) == 1
+    assert met[0].keys() == known.keys() and met[0]["steps"] == known["steps"]
+
+
 def greedy(count=16, **options):
     return SamplingParams(max_new_tokens=count, ignore_eos=True, **options)
 
