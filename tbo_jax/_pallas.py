@@ -6,9 +6,12 @@ it is first used: it takes 0.3 s, and most programs have no use for it.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from contextlib import AbstractContextManager
 from typing import Any
+
+import jax
 
 triton: Any
 try:
@@ -24,6 +27,16 @@ def mosaic() -> Any:
         ImportError: this JAX has none.
     """
     return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
+def load_mosaic(ref: Any, index: tuple[Any, ...], layout: Any, interpret: bool) -> Any:
+    """`ref[index]` in a Mosaic GPU kernel, laid out over the lanes of a warp group."""
+    if interpret:  # JAX 0.10.2 cannot interpret the other ones, and lanes have no layout there
+        return ref[index]
+    load = functools.partial(mosaic().load, layout=layout, optimized=False)
+    if jax.__version_info__ < (0, 12):
+        return load(ref, index)
+    return load(ref.at[index])
 
 
 def interpret_mosaic() -> AbstractContextManager[None]:

@@ -67,9 +67,9 @@ class GpuExperts(ExpertKernel):
         num_experts = matrices.num_experts
         _, width, hidden = matrices.down.shape
         bound = num_rows * min(top_k, num_experts)
-        index, place, group_sizes = _sort_by_expert(experts, num_experts, bound)
+        index, place, group_sizes = sort_by_expert(experts, num_experts, bound)
         tile = _tile_rows(num_rows, num_experts, rows.dtype.itemsize)
-        group, *bounds = _tiles(group_sizes, tile, bound // tile + num_experts)
+        group, *bounds = tiles_of(group_sizes, tile, bound // tile + num_experts)
         tiles = matrices.place(group), *bounds
         grid = group.shape[0]
         run = functools.partial(_run, dtype=rows.dtype, tile=tile, interpret=self.interpret)
@@ -119,7 +119,7 @@ def _warn_decoded(form):
     )  # fmt: skip
 
 
-def _sort_by_expert(
+def sort_by_expert(
     experts: jax.Array, num_experts: int, bound: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The rows of expert 0, then of 1, ... [N]; where each choice stands there [M, K]; sizes [E].
@@ -144,7 +144,7 @@ def _tile_rows(num_rows: int, num_experts: int, itemsize: int) -> int:
     return min(max(1 << (average - 1).bit_length(), SMALLEST_TILE), TILE_BYTES // itemsize)
 
 
-def _tiles(group_sizes: jax.Array, tile: int, bound: int) -> tuple[jax.Array, ...]:
+def tiles_of(group_sizes: jax.Array, tile: int, bound: int) -> tuple[jax.Array, ...]:
     """[bound] expert, first row, end row of each tile; tiles that do not exist are empty."""
     end = jnp.cumsum(group_sizes)
     per_group = -(-group_sizes // tile)

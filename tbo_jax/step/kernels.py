@@ -27,6 +27,7 @@ from tbo_jax.moe.experts import XlaExperts, apply_experts
 from tbo_jax.moe.gpu_experts import GpuExperts
 from tbo_jax.moe.gpu_experts_grad import DifferentiableGpuExperts
 from tbo_jax.moe.kernel import ExpertKernel, ExpertShape
+from tbo_jax.moe.mosaic_experts import MosaicExperts
 from tbo_jax.moe.tpu_experts import TpuExperts
 from tbo_jax.step.backends import Backend, KernelChoice, check_kernels, missing, platform_of
 
@@ -47,7 +48,7 @@ ATTENTION: Mapping[str, Mapping[Backend, type[AttentionKernel]]] = {
 # What XLA compiles where there is no other.
 BY_XLA: Mapping[str, type[XlaAttention]] = {"cpu": CpuAttention}
 EXPERTS: Mapping[str, Mapping[Backend, type[ExpertKernel]]] = {
-    "gpu": {"triton": GpuExperts},
+    "gpu": {"triton": GpuExperts, "mosaic": MosaicExperts},
     "tpu": {"mosaic": TpuExperts},
 }
 # With a gradient, for training. The attention is of whole sequences, without pages.

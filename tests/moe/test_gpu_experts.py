@@ -144,7 +144,7 @@ def test_a_broken_row_breaks_no_other(broken: int) -> None:
 
 
 GROUPS, BOUND = 5, 400  # experts, and rows that they have at most
-tiles_of = jax.jit(gpu_experts._tiles, static_argnums=(1, 2))
+cover = jax.jit(gpu_experts.tiles_of, static_argnums=(1, 2))
 
 
 @st.composite
@@ -162,7 +162,7 @@ def sizes_of_groups(draw: st.DrawFn) -> list[int]:
 @example([1, 1, 1, 1, BOUND - 4], 16)
 @example([0, BOUND, 0, 0, 0], 128)
 def test_tiles_cover_every_row_once(sizes: list[int], tile: int) -> None:
-    tiles = tiles_of(np.array(sizes, np.int32), tile, BOUND // tile + GROUPS)
+    tiles = cover(np.array(sizes, np.int32), tile, BOUND // tile + GROUPS)
     covered = [
         (group, row)
         for group, first, stop in zip(*(np.asarray(x).tolist() for x in tiles))
@@ -173,7 +173,7 @@ def test_tiles_cover_every_row_once(sizes: list[int], tile: int) -> None:
     assert (tiles[2] - tiles[1] <= tile).all()
 
 
-sort_by_expert = jax.jit(gpu_experts._sort_by_expert, static_argnums=(1, 2))
+sort_all = jax.jit(gpu_experts.sort_by_expert, static_argnums=(1, 2))
 
 
 @settings(max_examples=50, deadline=None)
@@ -182,7 +182,7 @@ def test_choices_are_sorted_by_expert(seed: int, skew: float, outside: float) ->
     shape = SHAPES["bfloat16"]
     ids = choices(shape, seed, skew, outside)
     bound = shape.rows * shape.top_k
-    index, place, sizes = sort_by_expert(ids, shape.experts, bound)
+    index, place, sizes = sort_all(ids, shape.experts, bound)
     flat = np.where((ids >= 0) & (ids < shape.experts), ids, shape.experts).reshape(-1)
     order = np.argsort(flat, kind="stable")
     count = (flat < shape.experts).sum()

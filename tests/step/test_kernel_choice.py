@@ -19,6 +19,7 @@ from tbo_jax.attention.tpu_paged import TpuAttention
 from tbo_jax.engine.config import EngineConfig
 from tbo_jax.moe.experts import XlaExperts
 from tbo_jax.moe.gpu_experts import GpuExperts
+from tbo_jax.moe.mosaic_experts import MosaicExperts
 from tbo_jax.moe.tpu_experts import TpuExperts
 from tbo_jax.quantized import gpu_product
 from tbo_jax.schedule.model_step import StepShape, inspect_model, read_shape
@@ -89,6 +90,8 @@ def test_without_triton(monkeypatch: Any) -> None:
     monkeypatch.setattr(_pallas, "triton", None)
     with pytest.raises(ValueError, match="JAX .* has no Triton backend of Pallas: expected one of"):
         check_kernels("triton", gpu("9.0"))
+    assert types_of(choose_kernels(gpu("9.0"), SPARSE))[1] is MosaicExperts
+    assert types_of(choose_kernels(gpu("9.0"), SPARSE, choice="mosaic"))[1] is MosaicExperts
     for capability in ("8.0", "9.0"):
         found = choose_kernels(gpu(capability), SPARSE)
         assert not {type(found.attention), type(found.experts)} & {GpuAttention, GpuExperts}
