@@ -31,8 +31,7 @@ from tbo_jax.attention.work import num_work_items
 ROWS = 64  # that wgmma multiplies
 TILE_ROWS, SWIZZLE = 8, 128  # of a tile of shared memory: rows, and bytes of one
 STAGES = 2  # key blocks in shared memory; two programs fit a multiprocessor
-BLOCK_ELEMENTS = 2**13  # of the keys of a block
-STORED_COLUMNS = 128  # of a row that go out in one transfer
+KEYS = 64  # of a block: registers hold rows by 64
 STATISTICS = 16  # columns: 8 of a row's maximum, 8 of its sum; a transfer has 16 bytes at least
 NAME = "tbo_mosaic_attention"
 
@@ -51,8 +50,8 @@ class MosaicAttention(AttentionKernel):
             return "mask offsets are not written for Mosaic yet"
         if jnp.dtype(shape.dtype) not in (jnp.bfloat16, jnp.float16):
             return f"wgmma rounds {jnp.dtype(shape.dtype)} to 10 bits"
-        if shape.head_dim not in (64, 128, 256):
-            return f"head size {shape.head_dim} is none of 64, 128, 256"
+        if shape.head_dim not in (64, 128):  # two blocks of 256 and its parts do not fit
+            return f"head size {shape.head_dim} is neither 64 nor 128"
         capability = getattr(device, "compute_capability", None)
         if capability not in (None, "9.0"):
             return f"compute capability {capability} has no wgmma, 9.0 has"
@@ -73,7 +72,7 @@ class MosaicAttention(AttentionKernel):
         plgpu = mosaic()
         tokens, heads, head_dim = queries.shape
         page_size, kv_heads = cache.page_size, cache.num_kv_heads(head_dim)
-        key_block = min(64, BLOCK_ELEMENTS // head_dim)
+        key_block = KEYS
         copied = min(page_size, key_block)  # keys of one transfer
         if copied % TILE_ROWS or key_block % copied or page_size % copied:
             raise ValueError(
@@ -333,12 +332,7 @@ def _kernel(
 
         def store(number, query):
             source, head = number * queries_each + query, first_head + number
-
-            for begin in range(0, head_dim, STORED_COLUMNS):
-                columns = pl.ds(begin, min(STORED_COLUMNS, head_dim - begin))
-                plgpu.copy_smem_to_gmem(
-                    out_smem.at[source, columns], out_ref.at[part, token + query, head, columns]
-                )
+            plgpu.copy_smem_to_gmem(out_smem.at[source], out_ref.at[part, token + query, head])
             if splits > 1:
                 plgpu.copy_smem_to_gmem(
                     statistics.at[source], refs[0].at[part, token + query, head]

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from tbo_jax.attention import gpu_mosaic
-from tbo_jax.attention.gpu_mosaic import MosaicAttention
+from tbo_jax.attention.gpu_mosaic import NAME, MosaicAttention
 from tbo_jax.attention.kernel import AttentionLoad, AttentionShape
 from tbo_jax.attention.paged import write_pages
 from tbo_jax.attention.work import AttentionWork
 from tests.attention import ragged
 from tests.attention.ragged import Case, Shape, case_of, reference, without_unseen
+from tests.gpu_code import lower, needs_compiler
+from tests.gpu_lowering import lower_for_gpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,6 @@ SHAPES = {
     "group 3": Shape(6, 2, 64, page_size=64, pages_per_row=3, **SMALL),
     "group 8": Shape(16, 2, 128, page_size=16, pages_per_row=10, **SMALL),
     "group 70": Shape(70, 1, 64, page_size=32, pages_per_row=5, **SMALL),
-    "256": Shape(4, 1, 256, page_size=16, pages_per_row=10, **SMALL),
 }
 QUICK = [
     ("group 8", Options()),
@@ -82,7 +83,6 @@ CASES = [
     ("group 3", Options(splits=2)),
     ("group 70", Options(query_block=2, window=5)),
     ("group 70", Options(with_sinks=True)),
-    ("256", Options(query_block=16, window=70)),
 ]
 
 
@@ -117,7 +117,8 @@ def test_a_page_that_tiles_do_not_divide_is_refused() -> None:
         (AttentionShape(8, 1, 128, jnp.bfloat16), "9.0", None),
         (AttentionShape(8, 1, 128, jnp.bfloat16), "8.0", "8.0 has no wgmma"),
         (AttentionShape(8, 1, 128, jnp.bfloat16), "10.0", "10.0 has no wgmma"),
-        (AttentionShape(8, 1, 80, jnp.bfloat16), None, "head size 80 is none of"),
+        (AttentionShape(8, 1, 80, jnp.bfloat16), None, "head size 80 is neither 64 nor 128"),
+        (AttentionShape(8, 1, 256, jnp.bfloat16), None, "head size 256 is neither"),
         (AttentionShape(8, 1, 128, jnp.float32), None, "rounds float32 to 10 bits"),
         (AttentionShape(8, 1, 576, jnp.bfloat16, 512), None, "latent"),
         (AttentionShape(8, 1, 128, jnp.bfloat16, masked=True), None, "mask offsets"),
@@ -137,3 +138,48 @@ def test_all_rows_of_a_product_are_counted() -> None:
         ((operations, _),) = kernel.expected_work(load).values()
         pairs = 64 * 1000 / (1 if decode else 2)
         assert operations == 4 * pairs * 32 * 128 * padded
+
+
+def abstract_call(shape: Shape, query_block: int, window: int | None) -> tuple[Any, Any]:
+    """A call of the kernel, and the shapes of its arguments."""
+    case = case_of(shape, [], [], 0)
+    work = AttentionWork.zeros(1, shape.tokens)
+
+    def call(queries, cache, batch, work):
+        kernel = MosaicAttention(shape.attention)
+        return kernel(
+            queries, cache, batch, work, query_block=query_block, scale=0.1, sliding_window=window
+        )
+
+    return call, (case.queries, case.cache, case.batch, work)
+
+
+MODELS = [(32, 4, 128), (64, 8, 64), (70, 1, 64)]
+
+
+@pytest.mark.parametrize("query_block", [1, 8])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [MODELS[0], *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in MODELS[1:])],
+)
+def test_lowers_for_a_gpu(heads: int, kv_heads: int, head_dim: int, query_block: int) -> None:
+    """With the layouts of all values, and shared memory that a multiprocessor has."""
+    shape = Shape(heads, kv_heads, head_dim, jnp.bfloat16, tokens=64, rows=4, pages_per_row=64)
+    text = lower_for_gpu(*abstract_call(shape, query_block, 512))
+    assert "mosaic_gpu" in text and "triton" not in text
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("query_block", [1, 8])
+def test_compiles_for_hopper_and_copies_nothing(query_block: int) -> None:
+    """The kernel is of Hopper's instructions; without splits nothing is held beside the result."""
+    shape = Shape(32, 4, 128, jnp.bfloat16, tokens=128, rows=128, pages_per_row=4)
+    program = lower(*abstract_call(shape, query_block, None), "9.0").compile()
+    text = program.as_text() or ""
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 1
+    assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in text
+    assert f"{NAME}/" in text  # by which the schedule report knows it
+    assert " copy(" not in text and " pad(" not in text
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes <= 1.1 * memory.output_size_in_bytes
