@@ -12,7 +12,7 @@ from tbo_jax.layers.attention import SelfAttention
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.context import LayerContext
 from tbo_jax.layers.latent_attention import LatentAttention
-from tbo_jax.layers.linear import Linear, project, rms_norm
+from tbo_jax.layers.linear import Linear, project, rms_norm, share_projections
 from tbo_jax.layers.mlp import GatedMlp, SparseMoe
 from tbo_jax.overlap.stages import StackedLayers, Stage
 
@@ -60,6 +60,11 @@ class DenseLayer(nnx.Module):
         self.self_attn = make_attention(config, rngs)
         self.post_attention_layernorm = rms_norm(config.hidden_size, config, rngs)
         self.mlp = GatedMlp(config, config.intermediate_size, sharded=True, rngs=rngs)
+
+    def share_stack(self, stacked: DenseLayer, index: Any) -> None:
+        """Leave the projections of layer `index` in the stack: see `stacked_product`."""
+        share_projections(self.self_attn, stacked.self_attn, index)
+        share_projections(self.mlp, stacked.mlp, index)
 
     def attend(self, hidden, received, cache, context: LayerContext):
         """Residual stream [T, D] -> it, partial sums of the attention [T, D], and the cache."""
@@ -110,7 +115,8 @@ class SparseLayer(nnx.Module):
         self.mlp = SparseMoe(config, rngs=rngs)
 
     def share_stack(self, stacked: SparseLayer, index: Any) -> None:
-        """Leave the experts of layer `index` in the stack: see `ExpertWeights`."""
+        """Leave the weights of layer `index` in the stack: see `ExpertWeights` for the experts'."""
+        share_projections(self.self_attn, stacked.self_attn, index)
         self.mlp.share_stack(stacked.mlp, index)
 
     def attend(self, hidden, received, cache, context: LayerContext):

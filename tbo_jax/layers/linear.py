@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tbo_jax.layers import stacked_product
 from tbo_jax.layers.config import DecoderConfig
+from tbo_jax.layers.stacked_product import StackedMatrix
 from tbo_jax.parallel.sharding import Shard
 from tbo_jax.quantized import gpu_product
 from tbo_jax.quantized.array import QuantizedArray, times
@@ -24,6 +27,17 @@ def project(x: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:
         return _plain(x, weight)
     on_cpu = _summed_in_float32 if x.dtype == jnp.bfloat16 else _weight_on_the_left
     return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=_plain)
+
+
+def project_with_one(x: jax.Array, weight: StackedMatrix) -> jax.Array:
+    """`project` with one matrix of a stack [L, N, K]; read in place where that is of use."""
+
+    def sliced(x: jax.Array, weight: StackedMatrix) -> jax.Array:
+        return project(x, weight.sliced())
+
+    if not stacked_product.takes(x.shape[0], x.dtype, weight.stack):
+        return sliced(x, weight)
+    return jax.lax.platform_dependent(x, weight, cuda=stacked_product.product, default=sliced)
 
 
 def _quantized(x: jax.Array, weight: QuantizedArray) -> jax.Array:
@@ -89,6 +103,17 @@ class Linear(nnx.Module):
         weight = init(rngs.params(), (fan_out, fan_in), config.dtype)
         self.weight = nnx.Param(weight, shard=shard, inputs=-1)
         self.bias = nnx.Param(jnp.zeros(fan_out, config.dtype), shard=outputs) if bias else None
+        # Which one, where the weight is that of all layers.
+        self.layer: jax.Array | None = nnx.data(None)
+
+    def share_stack(self, stacked: Linear, layer: Any) -> None:
+        """Use the weights of all layers [L, out, in], of which this is number `layer`.
+
+        Those that are quantised stay as they are.
+        """
+        if not isinstance(stacked.weight.get_raw_value(), QuantizedArray):
+            self.weight = stacked.weight
+            self.layer = nnx.data(jnp.asarray(layer, jnp.int32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, in] -> [T, out]."""
@@ -96,11 +121,20 @@ class Linear(nnx.Module):
 
     def product(self, x: jax.Array) -> jax.Array:
         """[T, in] -> [T, out], without the bias."""
-        return project(x, self.weight[...])
+        if self.layer is None:
+            return project(x, self.weight[...])
+        return project_with_one(x, StackedMatrix(self.weight[...], self.layer))
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """`y` [T, out] plus the bias, if there is one."""
         return y if self.bias is None else y + self.bias[...]
+
+
+def share_projections(module: nnx.Module, stacked: nnx.Module, layer: Any) -> None:
+    """Have the linear maps of a module read the stack of all layers: see `StackedLayers`."""
+    for name, part in vars(module).items():
+        if isinstance(part, Linear):
+            part.share_stack(getattr(stacked, name), layer)
 
 
 def rms_norm(

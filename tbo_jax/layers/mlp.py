@@ -10,7 +10,7 @@ from flax import nnx
 
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.context import LayerContext
-from tbo_jax.layers.linear import Linear, project
+from tbo_jax.layers.linear import Linear, project, share_projections
 from tbo_jax.layers.stored import Projection, StoredAs, StoredExperts
 from tbo_jax.moe.balance import RouterLoad
 from tbo_jax.moe.expert_weights import ExpertWeights
@@ -114,6 +114,8 @@ class SparseMoe(nnx.Module):
         self.gate_up_proj, self.down_proj = stacked.gate_up_proj, stacked.down_proj
         self.gate_up_bias, self.down_bias = stacked.gate_up_bias, stacked.down_bias
         self.layer = nnx.data(jnp.asarray(layer, jnp.int32))
+        if self.shared_experts is not None and stacked.shared_experts is not None:
+            share_projections(self.shared_experts, stacked.shared_experts, layer)
 
     def route(
         self, x: jax.Array, cache: Any, context: LayerContext, arrived: Any = None

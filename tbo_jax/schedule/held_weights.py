@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from tbo_jax.layers import stacked_product
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.parallel.sharding import bytes_on_device, leaf_specs
@@ -84,13 +85,22 @@ def parameter_bytes(path: tuple[Any, ...], variable: nnx.Variable, mesh: Mesh) -
 
 
 def product_work(model: CausalLM, mesh: Mesh, rows: set[int]) -> Mapping[str, tuple[float, float]]:
-    """Operations and bytes of the kernel for quantised products, by name, with so many rows."""
+    """Operations and bytes of the kernels for products, by name, with so many rows.
+
+    These are products with quantised matrices, and with one of a stack.
+    """
     work: dict[str, tuple[float, float]] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         value = variable.get_raw_value()
-        if not isinstance(value, QuantizedArray) or variable.get_metadata().get("inputs") != -1:
+        if variable.get_metadata().get("inputs") != -1:
             continue
         spec = leaf_specs(path, variable, mesh)[0]
+        if not isinstance(value, QuantizedArray):
+            if value.ndim == 3:
+                columns, inputs = NamedSharding(mesh, spec).shard_shape(value.shape)[-2:]
+                for count in rows:
+                    work |= stacked_product.expected_work(count, columns, inputs, value.dtype)
+            continue
         columns, inputs = NamedSharding(mesh, spec).shard_shape(value.values.shape)[-2:]
         inputs *= 1 + value.format.is_packed
         for count in rows:
