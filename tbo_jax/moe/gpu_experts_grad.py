@@ -27,12 +27,12 @@ from tbo_jax.moe.gpu_experts import (
     GpuExperts,
     _program,
     _run,
-    _sort_by_expert,
     _steps,
     _store,
     _sum_kernel,
     _tile_rows,
-    _tiles,
+    sort_by_expert,
+    tiles_of,
 )
 from tbo_jax.moe.kernel import ExpertLoad
 from tbo_jax.quantized.gpu_block import dot
@@ -79,10 +79,10 @@ class DifferentiableGpuExperts(GpuExperts):
         num_experts = matrices.num_experts
         _, width, hidden = matrices.down.shape
         bound = num_rows * min(top_k, num_experts)
-        index, place, group_sizes = _sort_by_expert(experts, num_experts, bound)
+        index, place, group_sizes = sort_by_expert(experts, num_experts, bound)
         scale = jnp.zeros(bound, weights.dtype).at[place].set(weights, mode="drop")
         tile = _tile_rows(num_rows, num_experts, rows.dtype.itemsize)
-        tiles = _tiles(group_sizes, tile, bound // tile + num_experts)
+        tiles = tiles_of(group_sizes, tile, bound // tile + num_experts)
         grid = tiles[0].shape[0]
         grad = grad.astype(rows.dtype)
         call = functools.partial(_call, interpret=self.interpret)
