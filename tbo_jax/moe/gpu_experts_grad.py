@@ -38,7 +38,8 @@ from tbo_jax.moe.kernel import ExpertLoad
 from tbo_jax.quantized.gpu_block import dot
 
 # Columns of the first kernel: three sums of 128 rows x 64 columns are 96 registers of 256 threads.
-ACTIVATION_COLUMNS = 64
+# With biases or narrow it takes half: else a thread spills up to 164 bytes, as ptxas 12.9 says.
+ACTIVATION_COLUMNS, FEWER_COLUMNS = 64, 32
 OUTER_BLOCKS = 128, 64  # of the rows and of the columns of a gradient of weights
 HIDDEN_GRAD, ROWS_GRAD = "tbo_experts_hidden_grad", "tbo_experts_rows_grad"
 GATE_UP_GRAD, DOWN_GRAD = "tbo_experts_gate_up_grad", "tbo_experts_down_grad"
@@ -88,14 +89,18 @@ class DifferentiableGpuExperts(GpuExperts):
         call = functools.partial(_call, interpret=self.interpret)
         warps = 8 if tile * rows.dtype.itemsize > TILE_BYTES // 2 else 4
 
-        columns = width // ACTIVATION_COLUMNS
+        biased = matrices.down_bias is not None
+        block = FEWER_COLUMNS if self.narrow or biased else ACTIVATION_COLUMNS
+        columns = width // block
         activated, of_gate_up, of_weight = call(
             functools.partial(_hidden_grad_kernel, activation=matrices.activation),
-            HIDDEN_GRAD, (grid, columns), tile, ACTIVATION_COLUMNS, warps,
+            HIDDEN_GRAD, (grid, columns), tile, block, warps,
             (*tiles, rows, grad, index, scale, matrices.gate_up, matrices.down,
              matrices.gate_up_bias, matrices.down_bias),
             [((bound, width), rows.dtype), ((bound, 2 * width), rows.dtype),
              ((columns, bound), jnp.float32)],
+            # A stage is 56 KB; a block has 99 KB on compute capability 8.6, 8.9 and 12.0.
+            stages=2 if self.narrow else 3,
         )  # fmt: skip
         run = functools.partial(_run, dtype=rows.dtype, interpret=self.interpret)
         of_sorted = run(
@@ -141,14 +146,16 @@ class DifferentiableGpuExperts(GpuExperts):
         }
 
 
-def _call(kernel, name, grid, tile, block, warps, operands, results, *, interpret):
+def _call(
+    kernel, name, grid, tile, block, warps, operands, results, *, interpret, stages=3
+):  # fmt: skip
     """Run a kernel with several results; operands that are None are left out, and it is told so."""
     given = tuple(operand is not None for operand in operands)
     return pl.pallas_call(
         functools.partial(_with_given, kernel, given, tile=tile, block=block),
         out_shape=[jax.ShapeDtypeStruct(shape, of) for shape, of in results],
         grid=grid,
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name=name,
     )(*(operand for operand in operands if operand is not None))
@@ -189,7 +196,12 @@ def _hidden_grad_kernel(
             gate = dot(x, gate_up[expert, inner, pl.ds(columns, block)])
             up = dot(x, gate_up[expert, inner, pl.ds(width + columns, block)])
             of_hidden = dot(dy, down[expert, pl.ds(columns, block), inner].T)
-            return sums[0] + gate, sums[1] + up, sums[2] + of_hidden
+            of_bias = sums[3]
+            if down_bias is not None:  # in the first block of columns, once for each choice
+                inner_bias = down_bias[expert, inner].astype(jnp.float32)
+                times_bias = (dy.astype(jnp.float32) * inner_bias[None, :]).sum(1)
+                of_bias += jnp.where(number == 0, times_bias, 0.0)
+            return sums[0] + gate, sums[1] + up, sums[2] + of_hidden, of_bias
 
         def first_sum(at):
             if bias is None:
@@ -197,19 +209,11 @@ def _hidden_grad_kernel(
             row_bias = bias[expert, pl.ds(at, block)].astype(jnp.float32)
             return jnp.broadcast_to(row_bias, (tile, block))
 
-        sums = first_sum(columns), first_sum(width + columns), jnp.zeros((tile, block), jnp.float32)
-        gate, up, of_hidden = jax.lax.fori_loop(0, _steps(rows), add, sums)
+        zeros = jnp.zeros((tile, block), jnp.float32), jnp.zeros(tile, jnp.float32)
+        sums = first_sum(columns), first_sum(width + columns), *zeros
+        gate, up, of_hidden, of_bias = jax.lax.fori_loop(0, _steps(rows), add, sums)
         hidden, transpose = jax.vjp(activation, gate, up)
-        of_weight = (of_hidden * hidden).sum(1)
-        if down_bias is not None:  # in the first block of columns, once for each choice
-
-            def add_bias(step, total):
-                dy = _gathered(grad, source, step * size, size, live).astype(jnp.float32)
-                of_step = down_bias[expert, pl.ds(step * size, size)].astype(jnp.float32)
-                return total + (dy * of_step[None, :]).sum(1)
-
-            steps = jnp.where(number == 0, _steps(rows), 0)
-            of_weight = jax.lax.fori_loop(0, steps, add_bias, of_weight)
+        of_weight = (of_hidden * hidden).sum(1) + of_bias
         of_gate, of_up = transpose(of_hidden * factor.astype(jnp.float32)[:, None])
         _store(hidden_out, row, columns, hidden, live)
         _store(gate_up_out, row, columns, of_gate, live)
@@ -241,7 +245,9 @@ def _outer(call, name, spans, lhs, lhs_index, rhs, rhs_index, rhs_scale, matrix,
     those that it names; `rhs_scale` multiplies them.
     """
     experts, inner, width = matrix.shape
-    tall, wide = (next(b for b in OUTER_BLOCKS if size % b == 0) for size in (inner, width))
+    # Of float32 more is spilt: the cores that multiply all its bits sum in registers.
+    blocks = OUTER_BLOCKS if lhs.dtype.itemsize == 2 else OUTER_BLOCKS[-1:]
+    tall, wide = (next(b for b in blocks if size % b == 0) for size in (inner, width))
     tile = max(16, INNER_BYTES // lhs.dtype.itemsize)
     results = [(matrix.shape, matrix.dtype)]
     if bias is not None:
