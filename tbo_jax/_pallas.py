@@ -39,6 +39,17 @@ def load_mosaic(ref: Any, index: tuple[Any, ...], layout: Any, interpret: bool) 
     return load(ref.at[index])
 
 
+def store_mosaic(ref: Any, value: Any, interpret: bool) -> None:
+    """`ref[...] = value` in a Mosaic GPU kernel, for rows that are not swizzled.
+
+    JAX 0.12 refuses a store whose lanes meet in a bank of shared memory, unless it is told.
+    """
+    if interpret or jax.__version_info__ < (0, 12):
+        ref[...] = value
+    else:
+        mosaic().store(ref, value, optimized=False)
+
+
 def interpret_mosaic() -> AbstractContextManager[None]:
     """A context in which kernels of Mosaic GPU are interpreted on CPU, slowly."""
     found = mosaic()

@@ -212,7 +212,7 @@ def _product(name, tiles, rows, weights, bias, activation, interpret=False):
 
             @functools.partial(pl.run_scoped, buffer=plgpu.SMEM((TILE, block), out.dtype))
             def _(buffer):
-                buffer[...] = value.astype(out.dtype)
+                _pallas.store_mosaic(buffer, value.astype(out.dtype), interpret)
                 plgpu.commit_smem()
                 _store(plgpu, buffer, out, start, first, stop, column * block)
 
