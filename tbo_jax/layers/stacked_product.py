@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
+
+from tbo_jax._pallas import triton as plgpu
+from tbo_jax.quantized import gpu_product
 
 MOST_ROWS = 256  # with more a product takes longer than the copy, and a library's is faster
 NAME = "tbo_stacked_product"
@@ -39,7 +41,8 @@ def takes(rows: int, dtype: Any, stack: jax.Array) -> bool:
     """Whether `product` computes [rows, K] times a matrix of `stack` [L, N, K]."""
     _, columns, inputs = stack.shape
     return (
-        rows <= MOST_ROWS
+        gpu_product.is_usable()
+        and rows <= MOST_ROWS
         and stack.dtype == dtype
         and jnp.dtype(dtype).itemsize == 2  # Triton would round the factors of float32
         and columns % COLUMNS == 0

@@ -50,12 +50,17 @@ def enabled(whether: bool) -> Iterator[None]:
         _ENABLED.reset(token)
 
 
+def is_usable() -> bool:
+    """Whether kernels of Triton may compute products: this JAX has it, and `enabled` allows it."""
+    return plgpu is not None and _ENABLED.get()
+
+
 def takes(rows: int, dtype: Any, weight: QuantizedArray) -> bool:
     """Whether `product` computes [rows, K] times `weight` [N, K], and is of use for it.
 
     It never does where this JAX has no Triton backend, or outside of `enabled`.
     """
-    if plgpu is None or not _ENABLED.get():
+    if not is_usable():
         return False
     columns, inputs = weight.shape
     size = INNER_BYTES // jnp.dtype(dtype).itemsize
