@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -45,6 +46,13 @@ from tbo_jax.step.shapes import Bucket, CacheConfig, Program, program_name
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # done, in all
+
+MOST_COMPILERS = 8  # at a time: each holds its program in the host's memory
+
+
+def compilers() -> int:
+    """How many programs XLA compiles at a time: one for each core, within limits."""
+    return min(max(2, os.cpu_count() or 1), MOST_COMPILERS)
 
 
 class ModelRunner:
@@ -333,7 +341,7 @@ class ModelRunner:
     def compile_programs(
         self, programs: Sequence[Program], progress: Progress | None = None
     ) -> dict[Program, jax.errors.JaxRuntimeError]:
-        """Compile several programs, XLA working on one while the next is traced.
+        """Compile several programs, XLA working on some while the next is traced.
 
         Args:
             programs: those that are compiled already cost nothing.
@@ -345,7 +353,7 @@ class ModelRunner:
         missing = [key for key in dict.fromkeys(programs) if key not in self._compiled]
         done = len(programs) - len(missing)
         failed: dict[Program, jax.errors.JaxRuntimeError] = {}
-        with ThreadPoolExecutor(max_workers=2) as pool:
+        with ThreadPoolExecutor(max_workers=compilers()) as pool:
             futures = {
                 pool.submit(self.lower(*key).compile, self.compiler_options(key[1])): key
                 for key in missing

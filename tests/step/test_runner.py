@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 
 import jax
 import numpy as np
@@ -216,3 +217,21 @@ def test_padding_reaches_no_expert():
     for experts in seen:
         assert (experts[:3] >= 0).all()
         assert (experts[3:] == -1).all()
+
+
+@pytest.mark.parametrize("cores", [1, 4, 64])
+def test_as_many_programs_compile_at_a_time_as_there_are_cores(
+    cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    expected = {1: 2, 4: 4, 64: 8}[cores]
+    together = threading.Barrier(expected)
+
+    class Waits:
+        def compile(self, options):
+            return together.wait(timeout=60)
+
+    runner = make_runner(devices=1)
+    monkeypatch.setattr(runner, "lower", lambda *program: Waits())
+    runner.compile_all([Bucket(n, n, True) for n in range(1, 2 * expected + 1)])
+    assert runner.num_compiled == 2 * expected
