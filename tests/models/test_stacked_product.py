@@ -10,6 +10,7 @@ import pytest
 from tbo_jax.layers import stacked_product
 from tbo_jax.layers.linear import project, project_with_one
 from tbo_jax.layers.stacked_product import StackedMatrix, plain, product, takes
+from tbo_jax.quantized import gpu_product
 from tests.gpu_lowering import lower_for_gpu
 
 
@@ -73,6 +74,21 @@ def test_what_the_kernel_does_not_take_is_sliced(rows: int, shape: tuple[int, ..
     text = lower_for_gpu(lambda x, s, i: project_with_one(x, StackedMatrix(s, i)), given)
     assert stacked_product.NAME not in text
     assert "dynamic_slice" in text
+
+
+@pytest.mark.parametrize("why", ["the backend is gone", "other kernels are asked for"])
+def test_without_its_backend_the_matrix_is_sliced(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, stack = numbers(8, 64, 64, 2)
+    if why == "the backend is gone":
+        monkeypatch.setattr(gpu_product, "plgpu", None)
+    with gpu_product.enabled(why == "the backend is gone"):
+        assert not takes(8, x.dtype, stack)
+        got = project_with_one(x, StackedMatrix(stack, jnp.int32(1)))
+    np.testing.assert_array_equal(
+        np.asarray(got, np.float32), np.asarray(project(x, stack[1]), np.float32)
+    )
 
 
 def test_on_gpu_nothing_is_sliced_and_elsewhere_the_slice_is_projected_with() -> None:
