@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,10 +25,19 @@ from tbo_jax.checkpoint.load import load_model
 from tbo_jax.engine import cache_size, devices
 from tbo_jax.engine.cache_size import bytes_beside_cache, default_num_pages, pages_that_fit
 from tbo_jax.parallel.sharding import make_mesh
+from tbo_jax.step import kernels
 from tests.golden_cases import Golden, with_tokenizer
 
 GOLDEN = Golden("qwen3_moe")
 PAGES, ROWS = 300, 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def attention_of_other_platforms() -> Iterator[None]:
+    """XLA:CPU joins loops over little memory, so that larger steps of CPU's own take less."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "BY_XLA", {})
+        yield
 
 
 @functools.cache
@@ -50,8 +60,7 @@ def test_what_a_step_takes_beside_the_cache() -> None:
     temporary = runner().compile(Bucket(16, ROWS)).memory_analysis().temp_size_in_bytes
     logits = 4 * ROWS * runner().config.vocab_size
     assert temporary > 0
-    # The step that samples may be laid out a little tighter than the one that gives logits.
-    assert taken > 0.99 * temporary + logits + runner().largest_weight
+    assert taken > temporary + logits + runner().largest_weight
     cache = PAGES * page_bytes()
     assert taken < cache  # which is passed through, and does not count
     assert runner().largest_weight == max(leaf.nbytes for leaf in runner()._weights)
@@ -135,9 +144,7 @@ def test_an_engine_in_little_memory(
     llm = LLM(folder, overlap=OverlapConfig(), devices=1, **options)
     pages = llm.engine.runner.cache.num_pages
     assert 2 < pages < 0.9 * free / page_bytes()
-    # Of a step with tables of other lengths: some hundred bytes more or less.
-    held = pages * page_bytes() + bytes_beside_cache(llm.engine.runner, ROWS, 0, most)
-    assert held <= 1.01 * free
+    assert pages * page_bytes() + bytes_beside_cache(llm.engine.runner, ROWS, 0, most) <= free
     assert llm.engine.max_context == (pages - 1) * 4
     (done,) = llm.generate([GOLDEN.prompts[0]], SamplingParams(max_new_tokens=4, ignore_eos=True))
     assert done.token_ids == GOLDEN.greedy[0][:4]
