@@ -39,6 +39,7 @@ class LayerCache:
 
     pages: tuple[jax.Array, ...]  # as `PageLayout` says
     first_page: Any = 0  # int or traced []: where this layer's pages begin in a stacked array
+    factors: tuple[jax.Array, ...] = ()  # of pages in 8 bits, for each of them [N, S, G] float32
 
     @property
     def layout(self) -> PageLayout:
@@ -70,6 +71,7 @@ class KeyValueCache:
 
     pages: tuple[tuple[jax.Array, ...], ...]  # for each of L layers, or one with L * N pages
     num_layers: int = dataclasses.field(metadata={"static": True})
+    factors: tuple[tuple[jax.Array, ...], ...] = ()  # the same, of pages in 8 bits
 
     @property
     def stacked(self) -> bool:
@@ -86,14 +88,15 @@ class KeyValueCache:
         wait = 0 if after is None else _zero_after(after)
         if self.stacked:
             per_layer = self.pages[0][0].shape[0] // self.num_layers
-            return LayerCache(self.pages[0], index * per_layer + wait)
-        return LayerCache(self.pages[index], wait)
+            return LayerCache(self.pages[0], index * per_layer + wait, *self.factors[:1])
+        return LayerCache(self.pages[index], wait, *self.factors[index : index + 1])
 
     def with_layer(self, index: Any, view: LayerCache) -> KeyValueCache:
         """The cache in which layer `index` has the arrays of `view`."""
         at = 0 if self.stacked else index
         pages = (*self.pages[:at], view.pages, *self.pages[at + 1 :])
-        return dataclasses.replace(self, pages=pages)
+        factors = self.factors and (*self.factors[:at], view.factors, *self.factors[at + 1 :])
+        return dataclasses.replace(self, pages=pages, factors=factors)
 
 
 def _zero_after(tree: Any) -> jax.Array:

@@ -46,6 +46,8 @@ class MosaicAttention(AttentionKernel):
     def unsupported(cls, shape: AttentionShape, device: Any = None) -> str | None:
         if shape.latent:
             return "latent keys are not written for Mosaic yet"
+        if shape.cache_dtype is not None:
+            return f"keys and values in {shape.cache_dtype} are not written for Mosaic yet"
         if shape.masked:
             return "mask offsets are not written for Mosaic yet"
         if jnp.dtype(shape.dtype) not in (jnp.bfloat16, jnp.float16):

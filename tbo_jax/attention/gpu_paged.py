@@ -28,6 +28,7 @@ from tbo_jax.attention.kernel import (
     visible_keys,
     written_keys,
 )
+from tbo_jax.attention.rounded import numbers
 from tbo_jax.attention.work import num_work_items
 
 KEY_BLOCK, KEY_BYTES = 64, 2**14  # keys of one turn of the loop, and bytes of them, at most
@@ -110,7 +111,7 @@ class GpuAttention(AttentionKernel):
         splits = num_splits(programs, context, LATENT_PROGRAMS if latent else PROGRAMS)
         rows = max(SMALLEST_ROWS, _power_of_two(share * query_block))
         features = _power_of_two(value_dim)
-        most = (LATENT_KEY_BYTES if latent else KEY_BYTES) // cache.pages[0].dtype.itemsize
+        most = (LATENT_KEY_BYTES if latent else KEY_BYTES) // queries.dtype.itemsize
         limits = visible_keys(batch)
         if len(limits) == 2:
             limits = *limits, written_keys(batch, work, items)
@@ -127,6 +128,7 @@ class GpuAttention(AttentionKernel):
             window=context + 1 if sliding_window is None else sliding_window,
             splits=splits,
             limits=len(limits),
+            factors=len(cache.factors),
         )
         # Parts are kept in float32 until they are joined; a whole is not.
         dtype = jnp.dtype(jnp.float32) if splits > 1 else queries.dtype
@@ -153,6 +155,7 @@ class GpuAttention(AttentionKernel):
             queries,
             *limits,
             *cache.pages,
+            *cache.factors,
         )
         joined = out[0] if splits == 1 else _join(out, top, total).astype(queries.dtype)
         live = (jnp.arange(tokens) < batch.num_tokens)[:, None, None]
@@ -164,8 +167,8 @@ class GpuAttention(AttentionKernel):
         keys = tokens * context if load.decode else max(tokens, context)
         pairs = tokens * context / (1 if load.decode else 2)  # of query and key
         of_token = shape.heads * (shape.head_dim + shape.value_elements)
-        moved = keys * shape.cached_elements + tokens * of_token
-        return {NAME: (2.0 * pairs * of_token, float(moved * self._width))}
+        moved = keys * shape.cached_bytes + tokens * of_token * self._width
+        return {NAME: (2.0 * pairs * of_token, float(moved))}
 
 
 def num_splits(programs: int, context: int, wanted: int) -> int:
@@ -183,16 +186,17 @@ def _join(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
 def _kernel(
     first_page, row_ref, first_token, num_queries, first_position, table, sinks, q_ref, *refs,
     rows, key_block, value_dim, kv_heads, group, share, page_size, scale, window, splits,
-    limits=0,
+    limits=0, factors=0,
 ):  # fmt: skip
     """One work item, `share` of the heads of one key/value head, one part of the context.
 
     Sizes of blocks are powers of two, which is all that Triton has; what is too much is masked.
     `refs` begin with what `mask_offsets` say: the first key of each token, or with `limits` of 3
-    also the last, and the end of what each item may see.
+    also the last, and the end of what each item may see. Of pages in 8 bits their factors follow.
     """
     limit_refs, refs = refs[:limits], refs[limits:]
     *pages, out_ref, top_ref, total_ref = refs
+    pages, of_pages = pages[: len(pages) - factors], pages[len(pages) - factors :]
     parts = -(-group // share)
     item, kv_head = pl.program_id(0) // (kv_heads * parts), pl.program_id(0) // parts % kv_heads
     part = pl.program_id(1)
@@ -242,11 +246,15 @@ def _kernel(
 
         def read(ref, page, slot, written, span):
             feature, mask = block(written, span)
-            return plgpu.load(
+            found = plgpu.load(
                 ref.at[page[:, None], slot[:, None], kv_head * head_dim + feature],
                 mask=mask,
                 other=jnp.zeros((), ref.dtype),
             )
+            return numbers(found, q_ref.dtype)
+
+        def read_factors(ref, page, slot, written):
+            return plgpu.load(ref.at[page, slot, kv_head], mask=written, other=0.0)[None, :]
 
         def accumulate(turn, state):
             top, total, acc = state
@@ -261,6 +269,8 @@ def _kernel(
                 plgpu.dot(q, k.T, precision=precision) for q, k in zip(queries, keys, strict=True)
             ]
             scores = sum(products[1:], products[0]) * scale
+            if of_pages:
+                scores *= read_factors(of_pages[0], page, slot, written)
             seen = (key[None, :] <= highest[:, None]) & (key[None, :] > position[:, None] - window)
             if lowest is not None:
                 seen &= key[None, :] >= lowest[:, None]
@@ -270,7 +280,10 @@ def _kernel(
             weights = jnp.exp(scores - safe[:, None])
             shrink = jnp.exp(top - safe)
             values = keys[0] if len(pages) == 1 else read(pages[1], page, slot, written, spans[0])
-            update = plgpu.dot(weights.astype(values.dtype), values, precision=precision)
+            of_values = weights
+            if of_pages:
+                of_values = weights * read_factors(of_pages[-1], page, slot, written)
+            update = plgpu.dot(of_values.astype(values.dtype), values, precision=precision)
             return new_top, total * shrink + weights.sum(1), acc * shrink[:, None] + update
 
         # The softmax of the first part starts with the sink, of weight exp(sink - top) = 1.

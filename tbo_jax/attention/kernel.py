@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tbo_jax.attention.cache import LayerCache, PageLayout
+from tbo_jax.attention.rounded import CacheDtype, bytes_of_token
 from tbo_jax.attention.work import AttentionWork, plan_attention
 from tbo_jax.overlap.batch import ForwardBatch
 
@@ -29,6 +30,7 @@ class AttentionShape:
     value_dim: int | None = None  # V of latent pages: the elements of a key that are its value
     sinks: bool = False  # whether every head has one
     masked: bool = False  # whether batches have `mask_offsets`
+    cache_dtype: CacheDtype | None = None  # of the pages; None: `dtype`
 
     @property
     def latent(self) -> bool:
@@ -44,6 +46,13 @@ class AttentionShape:
     def cached_elements(self) -> int:
         """What the cache of one layer holds of a token."""
         return self.kv_heads * self.head_dim * (1 if self.latent else 2)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of that, and of the factors of 8 bits."""
+        heads = self.kv_heads * (1 if self.latent else 2)
+        width = jnp.dtype(self.dtype).itemsize
+        return bytes_of_token(self.cached_elements, heads, width, self.cache_dtype)
 
     @property
     def value_elements(self) -> int:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from tbo_jax.attention.cache import LayerCache
 from tbo_jax.attention.kernel import AttentionKernel, AttentionShape, visible_keys, written_keys
+from tbo_jax.attention.rounded import numbers, round_heads
 from tbo_jax.attention.work import num_work_items
 from tbo_jax.overlap.batch import ForwardBatch
 
@@ -53,7 +54,15 @@ def write_pages(cache: LayerCache, keys: jax.Array, values: jax.Array, batch: Fo
         new = (jnp.stack([keys, values], axis=2),)
     elif cache.layout == "latent":
         new = (keys,)
-    return LayerCache(tuple(map(store, cache.pages, new)), cache.first_page)
+    factors: tuple[jax.Array, ...] = ()
+    if cache.factors:
+        rounded = [round_heads(part, cache.pages[0].dtype) for part in new]
+        new = tuple(part for part, _ in rounded)
+        factors = tuple(
+            pages.at[page, slot].set(of_heads, mode="drop")
+            for pages, (_, of_heads) in zip(cache.factors, rounded, strict=True)
+        )
+    return LayerCache(tuple(map(store, cache.pages, new)), cache.first_page, factors)
 
 
 @dataclass(frozen=True)
@@ -124,8 +133,22 @@ class XlaAttention(AttentionKernel):
             highest = jnp.minimum(last[0][source], key_end[:, None] - 1)
         num_blocks = jnp.minimum(-(-key_end.max() // block), table.shape[1] // pages_per_block)
 
+        def pages_of(index: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(table, index * pages_per_block, pages_per_block, 1)
+
+        def factors_of(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Of keys and of values, [W, G', 1, block] for G' heads that have one."""
+            taken = pages_of(index)
+            found = [factors[taken].reshape(items, block, 1, -1) for factors in cache.factors]
+            return found[0].transpose(0, 3, 2, 1), found[-1].transpose(0, 3, 2, 1)
+
+        def times_factors(by_head: jax.Array, factors: jax.Array) -> jax.Array:
+            """[W, G, rows, block] with a factor for each head and key."""
+            split = by_head.reshape(items, factors.shape[1], -1, block)
+            return (split * factors).reshape(by_head.shape)
+
         def read(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-            taken = jax.lax.dynamic_slice_in_dim(table, index * pages_per_block, pages_per_block, 1)
+            taken = pages_of(index)
             if cache.layout == "separate":
                 keys, values = (pages[taken] for pages in cache.pages)
             else:
@@ -135,7 +158,8 @@ class XlaAttention(AttentionKernel):
                 else:
                     keys, values = both, both[..., :value_dim]
             shape = (items, block, kv_heads)
-            return keys.reshape(*shape, head_dim), values.reshape(*shape, value_dim)
+            keys, values = keys.reshape(*shape, head_dim), values.reshape(*shape, value_dim)
+            return numbers(keys, queries.dtype), numbers(values, queries.dtype)
 
         def accumulate(index, state):
             top, total, acc = state
@@ -143,6 +167,9 @@ class XlaAttention(AttentionKernel):
             key, value = read(index)
             scores = jnp.einsum("wgqh,wsgh->wgqs", q, key, preferred_element_type=jnp.float32)
             scores *= scale
+            if cache.factors:
+                of_keys, of_values = factors_of(index)
+                scores = times_factors(scores, of_keys)
             seen = live[:, :, None] & (key_position <= highest[:, :, None])
             seen &= key_position > lowest[:, :, None]
             seen = jnp.broadcast_to(
@@ -158,8 +185,12 @@ class XlaAttention(AttentionKernel):
             # The same goes for pages that no query of the item sees any more: others have them.
             written = (key_position < key_end[:, None]) & (key_position > unseen[:, None])
             value = jnp.where(written[:, :, None, None], value, jnp.zeros_like(value))
+            of_value = weights
+            if cache.factors:
+                of_values = jnp.where(written[:, None, None], of_values, 0.0)
+                of_value = times_factors(weights, of_values)
             update = jnp.einsum(
-                "wgqs,wsgh->wgqh", weights.astype(value.dtype), value,
+                "wgqs,wsgh->wgqh", of_value.astype(value.dtype), value,
                 preferred_element_type=jnp.float32,
             )  # fmt: skip
             return new_top, total * shrink + weights.sum(-1), acc * shrink[..., None] + update

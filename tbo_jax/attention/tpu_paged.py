@@ -43,6 +43,8 @@ class TpuAttention(AttentionKernel):
     def unsupported(cls, shape: AttentionShape, device: Any = None) -> str | None:
         if shape.latent:
             return "it takes no latent pages"
+        if shape.cache_dtype is not None:  # it has one factor for all tokens
+            return f"it takes no factors of keys and values in {shape.cache_dtype}"
         dtype = jnp.dtype(shape.dtype)
         if dtype != jnp.bfloat16:
             return f"{dtype.name} would be rounded to bfloat16 by the matrix units"

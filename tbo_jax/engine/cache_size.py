@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from tbo_jax.attention.buffers import kv_bytes_per_page
+from tbo_jax.attention.rounded import CacheDtype
 from tbo_jax.engine.config import EngineConfig
 from tbo_jax.engine.devices import free_memory
 from tbo_jax.engine.dispatch import buckets_of
@@ -58,7 +59,11 @@ def cache_config(
     pages, size = config.num_pages, config.page_size
     if pages is None:
         of_device = decoder.of_device(config.tensor_parallel)
-        pages = least(default_num_pages(of_device, mesh, size, config.max_sequences, longest))
+        pages = least(
+            default_num_pages(
+                of_device, mesh, size, config.max_sequences, longest, config.cache_dtype
+            )
+        )
     held = (pages - 1) * size
     if held < 2:
         raise ValueError(
@@ -77,11 +82,16 @@ def cache_config(
         )
     # No step has more tokens than the pages hold; what is sized by it need not be larger.
     most = min(config.max_batched_tokens, max(held, config.max_sequences))
-    return CacheConfig(pages, size, -(-longest // size), most), longest
+    return CacheConfig(pages, size, -(-longest // size), most, config.cache_dtype), longest
 
 
 def default_num_pages(
-    config: DecoderConfig, mesh: Mesh, page_size: int, max_sequences: int, max_context: int
+    config: DecoderConfig,
+    mesh: Mesh,
+    page_size: int,
+    max_sequences: int,
+    max_context: int,
+    cache_dtype: CacheDtype | None = None,
 ) -> int:
     """Pages of a device for `max_sequences` full contexts, or as many as there is memory for.
 
@@ -98,7 +108,7 @@ def default_num_pages(
         )
     budget = CPU_CACHE_BYTES / mesh.size if free is None else free * ACCELERATOR_CACHE_SHARE
     wanted = max_sequences * -(-max_context // page_size) + 1
-    affordable = int(budget // kv_bytes_per_page(config, page_size))
+    affordable = int(budget // kv_bytes_per_page(config, page_size, cache_dtype))
     if affordable < 2:
         raise ValueError(
             f"no memory for the key/value cache: {budget / 2**20:.0f} MiB hold no 2 pages of "
@@ -131,7 +141,8 @@ def pages_that_fit(
     if free is None:
         return cache.num_pages
     taken = bytes_beside_cache(runner, max_sequences, drafts, max_logprobs, max_prompt_logprobs)
-    size = kv_bytes_per_page(runner.config.of_device(runner.tensor.size), cache.page_size)
+    of_device = runner.config.of_device(runner.tensor.size)
+    size = kv_bytes_per_page(of_device, cache.page_size, cache.dtype)
     affordable = least(max((free - taken) // size, 0))
     if affordable < 2:
         raise ValueError(

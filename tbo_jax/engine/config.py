@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 import jax.numpy as jnp
 import tyro
 
+from tbo_jax.attention.rounded import CACHE_DTYPES, CacheDtype
 from tbo_jax.checkpoint.quantizing import QUANTIZE, Quantize
 from tbo_jax.overlap.checks import whole_number
 from tbo_jax.overlap.config import OverlapConfig
@@ -36,6 +37,9 @@ class EngineConfig:
     quantize: Quantize = "stored"
     """How weights are held: as the checkpoint has them, decoded to dtype ("none"), or with 8 bits a
     number and a factor for each output where the checkpoint is not quantised."""
+    cache_dtype: CacheDtype | None = None
+    """Hold keys and values in 8 bits, with a factor for each head of each token: half the bytes of
+    bfloat16, and other text; default in dtype."""
     overlap: Annotated[OverlapConfig | None, tyro.conf.Suppress] = None
     """Two-batch overlap; default `OverlapConfig.from_env()` (`USE_TBO`)."""
     max_context: int | None = None
@@ -117,6 +121,7 @@ class EngineConfig:
         for name, allowed in {
             "dtype": (None, *DTYPES),
             "quantize": QUANTIZE,
+            "cache_dtype": (None, *CACHE_DTYPES),
             "transport": tuple(TRANSPORTS),
             "dispatch_dtype": (None, *get_args(DispatchDtype)),
             "look_ahead": (None, True, False),

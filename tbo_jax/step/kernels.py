@@ -21,6 +21,7 @@ from tbo_jax.attention.gpu_mosaic import MosaicAttention
 from tbo_jax.attention.gpu_paged import GpuAttention
 from tbo_jax.attention.kernel import AttentionKernel, AttentionShape
 from tbo_jax.attention.paged import XlaAttention
+from tbo_jax.attention.rounded import CacheDtype
 from tbo_jax.attention.tpu_paged import TpuAttention
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.moe.experts import XlaExperts, apply_experts
@@ -86,10 +87,13 @@ class TrainingKernels:
     experts: Callable[..., jax.Array]  # as `apply_experts`
 
 
-def attention_shape(config: DecoderConfig, masked: bool = False) -> AttentionShape:
+def attention_shape(
+    config: DecoderConfig, masked: bool = False, cache_dtype: CacheDtype | None = None
+) -> AttentionShape:
     """The attention of a model, or of what a device has of it (`DecoderConfig.of_device`).
 
-    `masked` says whether batches have `mask_offsets`.
+    `masked` says whether batches have `mask_offsets`, `cache_dtype` how the cache holds keys and
+    values (`CacheConfig`).
     """
     return AttentionShape(
         heads=config.num_heads,
@@ -99,6 +103,7 @@ def attention_shape(config: DecoderConfig, masked: bool = False) -> AttentionSha
         value_dim=None if config.latent is None else config.value_dim,
         sinks=config.attention_sinks,
         masked=masked,
+        cache_dtype=cache_dtype,
     )
 
 
@@ -115,6 +120,7 @@ def choose_kernels(
     masked: bool = False,
     deterministic: bool = False,
     choice: KernelChoice = "auto",
+    cache_dtype: CacheDtype | None = None,
 ) -> Kernels:
     """The kernels for a model on devices like `device`, which need not be there.
 
@@ -125,7 +131,7 @@ def choose_kernels(
         ValueError: the device or this JAX has no kernels of that choice (`check_kernels`).
     """
     check_kernels(choice, device)
-    shape, products = attention_shape(config, masked), choice in ("auto", "triton")
+    shape, products = attention_shape(config, masked, cache_dtype), choice in ("auto", "triton")
     if deterministic:
         experts = XlaExperts(expert_shape(config), block_rows=EQUAL_BLOCK_ROWS)
         return Kernels(XlaAttention(shape), experts, products)

@@ -126,6 +126,7 @@ class ModelRunner:
             self.inputs.mask_offsets > 0,
             deterministic,
             kernels,
+            cache.dtype,
         )
         self._compiled: dict[Program, jax.stages.Compiled] = {}
         self._chosen: dict[Bucket, Strategy] = {}
@@ -247,6 +248,7 @@ class ModelRunner:
             num_micro_batches=self.overlap.most_micro_batches,
             stacked=self.scanned,
             layout=self.kernels.attention.layout,
+            cache_dtype=cache.dtype,
             mesh=self.mesh,
         )
 
@@ -269,7 +271,7 @@ class ModelRunner:
         tell.
         """
         work = jax.tree.leaves(self._buffer_shapes.work)
-        of_page = kv_bytes_per_page(self._on_device, self.cache.page_size)
+        of_page = kv_bytes_per_page(self._on_device, self.cache.page_size, self.cache.dtype)
         compiled = list(self._compiled.items())  # at once: another thread may be compiling
         held = {program_name(*key): program.memory_analysis() for key, program in compiled}
         return {

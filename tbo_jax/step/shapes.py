@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tbo_jax.attention.rounded import CACHE_DTYPES, CacheDtype
 from tbo_jax.overlap.checks import whole_number
 from tbo_jax.overlap.config import Strategy
 
@@ -54,11 +55,15 @@ class CacheConfig:
     page_size: int
     pages_per_sequence: int  # columns P of a page table: longest context / page_size
     max_tokens: int  # most tokens of one step
+    dtype: CacheDtype | None = None  # keys and values in 8 bits; None: in the model's dtype
 
     def __post_init__(self) -> None:
         whole_number("num_pages", self.num_pages, 2, " (page 0 is for padding)")
         for name in ("page_size", "pages_per_sequence", "max_tokens"):
             whole_number(name, getattr(self, name), 1)
+        if self.dtype not in (None, *CACHE_DTYPES):
+            known = ", ".join(map(repr, (None, *CACHE_DTYPES)))
+            raise ValueError(f"the cache's dtype is {self.dtype!r}: expected one of {known}")
 
 
 def sizes_between(first: int, last: int, factor: int) -> list[int]:
