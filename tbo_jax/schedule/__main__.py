@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 import jax
 import tyro
 
+from tbo_jax.attention.rounded import CacheDtype
 from tbo_jax.host.command import run_command
 from tbo_jax.host.progress import progress_bar
 from tbo_jax.host.quiet import silence_libraries
@@ -84,6 +85,8 @@ class Arguments:
     weights: Weights = "bf16"
     """How weights are held: fp8 as DeepSeek-V3's, int8 with a factor for each output, int4 in
     groups of 128, or the experts in mxfp4 as gpt-oss'."""
+    cache_dtype: CacheDtype | None = None
+    """Hold keys and values in 8 bits."""
     kernels: KernelChoice = "auto"
     """Kernels for attention and experts, as `tbo-jax decode` has them; --against compares reports
     of any."""
@@ -164,7 +167,7 @@ def steps_of(args: Arguments) -> list[StepShape]:
         ValueError: `buckets` is not understood, or there is nothing to compare.
     """
     if args.buckets is None:
-        return [StepShape(args.phase, args.tokens, args.context, args.remat)]
+        return [StepShape(args.phase, args.tokens, args.context, args.remat, args.cache_dtype)]
     if not args.strategies:
         raise ValueError(f"--buckets {args.buckets} needs --strategies")
     steps = []
@@ -175,7 +178,9 @@ def steps_of(args: Arguments) -> list[StepShape]:
             raise ValueError(
                 f"--buckets {part!r}: expected a phase ({known}) and tokens, such as decode:256"
             )
-        steps.append(StepShape(cast(Phase, phase), int(tokens), args.context, args.remat))
+        steps.append(
+            StepShape(cast(Phase, phase), int(tokens), args.context, args.remat, args.cache_dtype)
+        )
     if len(steps) > 1:
         given = {"html": args.html, "plot": args.plot, "trace": args.trace, "profile": args.profile}
         given |= {"json": args.json, "against": args.against, "dump-hlo": args.dump_hlo}
@@ -244,6 +249,8 @@ def run(args: Arguments) -> list[Change]:
         remat = " with remat" if args.remat else ""
         step = f"{args.phase}{remat}, {args.tokens} tokens a {of_each}, "
     held = "" if args.weights == "bf16" else f", weights in {args.weights}"
+    if args.cache_dtype is not None:
+        held += f", cache in {args.cache_dtype}"
     if args.kernels != "auto":
         held += f", kernels of {args.kernels}"
     title = (

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tbo_jax.attention import paged
 from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.attention.kernel import AttentionLoad
+from tbo_jax.attention.rounded import CacheDtype
 from tbo_jax.host.json_files import parse_json_object, read_json_object
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.decoder import CausalLM
@@ -115,13 +116,14 @@ def last_layers(config: DecoderConfig, count: int) -> DecoderConfig:
 class StepShape:
     """The step to look at: `tokens` tokens a device, sequences of `context` tokens.
 
-    `remat` is for training, see `NextTokenLoss`.
+    `remat` is for training, see `NextTokenLoss`, and `cache_dtype` for the others (`CacheConfig`).
     """
 
     phase: Phase
     tokens: int
     context: int
     remat: bool = False
+    cache_dtype: CacheDtype | None = None
 
     @property
     def bucket(self) -> Bucket:
@@ -134,7 +136,9 @@ class StepShape:
     def cache(self) -> CacheConfig:
         """A cache that holds all sequences of the step."""
         pages = -(-self.context // PAGE_SIZE)
-        return CacheConfig(self.bucket.sequences * pages + 1, PAGE_SIZE, pages, self.tokens)
+        return CacheConfig(
+            self.bucket.sequences * pages + 1, PAGE_SIZE, pages, self.tokens, self.cache_dtype
+        )
 
     def check(self, micro_batches: int) -> None:
         """Raise ValueError unless the step exists and can be cut into so many micro-batches."""
@@ -148,6 +152,8 @@ class StepShape:
         if self.phase != "train":
             if self.remat:
                 raise ValueError(f"remat is for training: {self.phase} has no backward pass")
+        elif self.cache_dtype is not None:
+            raise ValueError(f"cache_dtype is {self.cache_dtype!r}: training has no cache")
         elif self.tokens % (micro_batches * self.context):
             raise ValueError(
                 f"{self.tokens} tokens a device are not {micro_batches} micro-batch(es) of whole "
@@ -260,7 +266,9 @@ def layer_bytes(config: DecoderConfig, mesh: Mesh, shape: StepShape, held: Weigh
     if shape.phase == "train":
         return 3 * weights
     on_device = one.of_device(mesh.shape[TENSOR])
-    return weights + shape.cache.num_pages * kv_bytes_per_page(on_device, PAGE_SIZE)
+    return weights + shape.cache.num_pages * kv_bytes_per_page(
+        on_device, PAGE_SIZE, shape.cache_dtype
+    )
 
 
 def _weight_bytes(config: DecoderConfig, mesh: Mesh, held: Weights) -> int:
@@ -358,7 +366,7 @@ def attention_work(config: DecoderConfig, tokens: int, shape: StepShape) -> dict
         tokens, shape.context, _context_read(config, shape), shape.phase == "decode"
     )
     work: dict[str, tuple[float, float]] = {}
-    of_device = attention_shape(config)
+    of_device = attention_shape(config, cache_dtype=shape.cache_dtype)
     for kernel in kernels_of(ATTENTION):
         work |= kernel(of_device).expected_work(load)
     for with_gradient in kernels_of(TRAINING_ATTENTION):
