@@ -1,12 +1,13 @@
-"""Quality of quantised weights: the logits of a model beside those of the same model in full.
+"""Quality of quantised weights and caches: the logits of a model beside those of it in full.
 
-    python benchmarks/quality.py --model DIR [--quantize int8,fp8] [--checkpoints DIR ...]
+    python benchmarks/quality.py --model DIR [--quantize int8,fp8] [--cache-dtypes int8]
+        [--checkpoints DIR ...]
 
 Of each position of a text, both given the same tokens before it: the Kullback-Leibler divergence
 sum(p log(p / q)) of the quantised model's distribution q from the full one p, in nats; whether both
 find the same token most probable; and the probability of the token that follows, of which the
-perplexity is made. Everything but the weights is computed in `--dtype`, alike for both. The text is
-cut into windows, of which each is read with nothing before it.
+perplexity is made. Everything but the weights or the cache is in `--dtype`, alike for both. The
+text is cut into windows, of which each is read with nothing before it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tbo_jax import Bucket, CacheConfig, ForwardBatch, ModelRunner
+from tbo_jax.attention.rounded import CACHE_DTYPES, CacheDtype
 from tbo_jax.checkpoint.load import load_model
 from tbo_jax.checkpoint.quantizing import Quantize, Target
 from tbo_jax.engine.config import DTYPES
@@ -47,6 +49,8 @@ class Arguments:
     """Hugging Face folder with the weights in full."""
     quantize: str = "int8,fp8"
     """What to make of these weights while loading: values of --quantize; none if empty."""
+    cache_dtypes: str = ""
+    """How to hold keys and values, of weights in full: values of --cache-dtype; none if empty."""
     checkpoints: tuple[Path, ...] = ()
     """Folders of the same model that were quantised before."""
     text: Path | None = None
@@ -65,11 +69,12 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A way to hold the weights."""
+    """A way to hold the weights, and keys and values."""
 
     name: str
     folder: Path
     quantize: Quantize = "stored"
+    cache_dtype: CacheDtype | None = None
 
 
 class Step:
@@ -91,7 +96,8 @@ class Step:
         self.quantized = sum(int(np.prod(a.shape)) for a in quantized)
         self.pages = list(range(1, 1 + -(-window // PAGE)))
         self.bucket = Bucket(window, 1)
-        cache = CacheConfig(1 + len(self.pages), PAGE, len(self.pages), window)
+        pages = len(self.pages)
+        cache = CacheConfig(1 + pages, PAGE, pages, window, subject.cache_dtype)
         self.runner = ModelRunner(model, cache, mesh=mesh, logits="all")
         self.buffers = self.runner.allocate()
 
@@ -167,14 +173,21 @@ def subjects_of(args: Arguments) -> list[Subject]:
     """What is compared with the weights in full.
 
     Raises:
-        ValueError: a value of `quantize` that does not quantise.
+        ValueError: a value of `quantize` that does not quantise, or of `cache_dtypes` that there
+            is not.
     """
-    known: dict[str, Target] = {kind: kind for kind in get_args(Target)}
-    kinds = [kind for kind in args.quantize.split(",") if kind]
-    for kind in kinds:
-        if kind not in known:
-            raise ValueError(f"--quantize {kind!r}: expected some of {', '.join(known)}")
-    made = [Subject(f"--quantize {kind}", args.model, known[kind]) for kind in kinds]
+
+    def chosen(option: str, values: str, known: Sequence[str]) -> list[Any]:
+        found = [value for value in values.split(",") if value]
+        for value in found:
+            if value not in known:
+                raise ValueError(f"{option} {value!r}: expected some of {', '.join(known)}")
+        return found
+
+    kinds = chosen("--quantize", args.quantize, get_args(Target))
+    made = [Subject(f"--quantize {kind}", args.model, kind) for kind in kinds]
+    for dtype in chosen("--cache-dtypes", args.cache_dtypes, CACHE_DTYPES):
+        made.append(Subject(f"cache in {dtype}", args.model, cache_dtype=dtype))
     return made + [Subject(folder.name, folder) for folder in args.checkpoints]
 
 

@@ -63,17 +63,23 @@ def test_windows(quality: Any) -> None:
 def test_what_does_not_quantise_is_refused(quality: Any) -> None:
     with pytest.raises(ValueError, match="--quantize 'int3': expected some of"):
         quality.subjects_of(quality.Arguments(Path("."), quantize="int8,int3"))
+    with pytest.raises(ValueError, match="--cache-dtypes 'bfloat16': expected some of"):
+        quality.subjects_of(quality.Arguments(Path("."), cache_dtypes="int8,bfloat16"))
 
 
 @pytest.mark.slow
 def test_a_run(tmp_path: Path) -> None:
     options = ["--model", "examples/kjv-moe", "--positions", "96", "--window", "64"]
+    options += ["--cache-dtypes", "int8"]
     command = [sys.executable, "benchmarks/quality.py", *options, "--scanned"]
     subprocess.run(
         [*command, "--json", str(tmp_path / "q.json")],
         cwd=ROOT, check=True, capture_output=True, timeout=300,
     )  # fmt: skip
     found = json.loads((tmp_path / "q.json").read_text())["subjects"]
+    of_cache = found.pop("cache in int8")
+    assert of_cache["weight_bytes"] == of_cache["full_bytes"]
+    assert 0 < of_cache["divergence"] < of_cache["divergence_99"]
     assert set(found) == {"--quantize int8", "--quantize fp8"}
     for of in found.values():
         assert of["positions"] == 96 and 8 < of["bits"] < 9
