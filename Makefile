@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 MODEL ?= examples/kjv-moe
 
-.PHONY: help decode serve test test-slow test-all check docs format train bench bench-gpu measure pictures clean
+.PHONY: help decode serve test test-slow test-all check docs format train bench bench-gpu gpu-check measure pictures clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,6 +71,10 @@ bench: $(VENV)/.base  ## time decoding; MODEL=DIR for a checkpoint
 bench-gpu: $(VENV)/.base  ## time kernels and decode step on one NVIDIA GPU (ten minutes at most)
 	$(BIN)/python -m pip install --quiet --editable '.[cuda12]'
 	$(BIN)/python benchmarks/gpu.py --json build/gpu.json
+
+gpu-check: $(VENV)/.base  ## check all kernels on one NVIDIA GPU and time them, in short; goes on where it ended
+	$(BIN)/python -m pip install --quiet --editable '.[cuda12]'
+	$(BIN)/python benchmarks/gpu.py --quick --resume --json build/gpu-check.json
 
 measure: $(VENV)/.base  ## measure what overlap gains on all NVIDIA GPUs of this machine (two or more)
 	$(BIN)/python -m pip install --quiet --editable '.[cuda12]'

@@ -1,18 +1,23 @@
 """Time the kernels and the decode step on one GPU, against what its memory and cores can do.
 
-    python benchmarks/gpu.py [--json FILE] [--quick] [--skip PART ...]
+    python benchmarks/gpu.py [--json FILE] [--resume] [--quick] [--skip PART ...]
 
 Parts, each on its own (one that fails is reported, and the others still run):
 
     rates         what the card copies a second, and multiplies (dense bfloat16)
-    attention     the paged attention kernel, decode rows, in bytes a second against the copy
+    attention     the paged attention kernels, decode rows, in bytes a second against the copy
     experts       the expert kernels, many rows against the dense product, few against the copy
+    others        whether the other kernels are right: quantised weights, keys and values in 8 bits,
+                  products with one of a stack, gradients of attention and experts
     decode        the whole step of a model with random weights against the time its bytes need,
                   with USE_TBO 0 and 1: what splitting costs when there is nothing to hide
     transformers  a small model on the same weights, if PyTorch with CUDA is installed
 
-Every kernel is compared with plain XLA before it is timed. Medians over several runs; compiling and
-the first run do not count. Parts that would begin after --minutes are left out.
+Every kernel, of each backend of Pallas that card and JAX have, is compared with plain XLA before it
+is timed. "x modelled" is its time over that of the schedule report's prices for the card.
+Medians over several runs; compiling and the first run do not count. Parts that would begin after
+--minutes are left out, and --resume takes up what is missing or failed in the file of an earlier
+run.
 
 `--platform cpu --quick` checks this script on a machine without a GPU: tiny sizes, kernels in
 interpret mode. Its numbers mean nothing.
@@ -20,6 +25,7 @@ interpret mode. Its numbers mean nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -29,10 +35,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import gpu_checks
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -45,7 +52,7 @@ from rich.table import Table
 from tbo_jax import OverlapConfig
 from tbo_jax.attention.buffers import kv_bytes_per_page
 from tbo_jax.attention.cache import LayerCache, page_shapes
-from tbo_jax.attention.gpu_paged import GpuAttention
+from tbo_jax.attention.kernel import AttentionLoad, AttentionShape
 from tbo_jax.attention.paged import XlaAttention
 from tbo_jax.attention.work import AttentionWork, plan_attention
 from tbo_jax.checkpoint.random_weights import random_model
@@ -58,15 +65,17 @@ from tbo_jax.models import find_architecture
 from tbo_jax.models.hf_config import HfConfig
 from tbo_jax.moe.expert_weights import ExpertWeights
 from tbo_jax.moe.experts import apply_experts
-from tbo_jax.moe.gpu_experts import GpuExperts
+from tbo_jax.moe.kernel import ExpertLoad, ExpertShape
 from tbo_jax.overlap.config import Strategy
 from tbo_jax.parallel.sharding import make_mesh
 from tbo_jax.schedule.model_step import abstract_model, last_layers, read_shape
-from tbo_jax.step.kernels import attention_shape, expert_shape
+from tbo_jax.schedule.targets import Rates, find_target
+from tbo_jax.step.backends import Backend, missing
+from tbo_jax.step.kernels import ATTENTION, EXPERTS, attention_shape, expert_shape
 from tbo_jax.step.runner import ModelRunner
 from tbo_jax.step.shapes import Bucket, CacheConfig
 
-Part = Literal["rates", "attention", "experts", "decode", "transformers"]
+Part = Literal["rates", "attention", "experts", "others", "decode", "transformers"]
 Row = dict[str, Any]
 TOLERANCE = 2e-2  # bfloat16, of the largest element
 DTYPE = jnp.bfloat16
@@ -95,7 +104,9 @@ class Arguments:
     platform: Literal["gpu", "cpu"] = "gpu"
     """cpu: check this script, with --quick."""
     json: Path | None = None
-    """Write the results there too."""
+    """Write the results there too, after each part."""
+    resume: bool = False
+    """Keep the parts that --json has of an earlier run on this card, and do the others."""
     progress: bool = True
     """Show a progress bar on stderr."""
 
@@ -113,6 +124,7 @@ class Bench:
     config: DecoderConfig
     deadline: float
     update: Update = lambda done, total: None
+    rates: Rates | None = None  # the report's prices of the card, if it has them
     notes: list[str] = dataclasses.field(default_factory=list)  # of the part that runs
     copy_rate: float | None = None  # bytes a second, read and written
     dense_rate: float | None = None  # floating-point operations a second
@@ -171,6 +183,43 @@ class Bench:
 
         return make()
 
+    def kernels(
+        self, table: Mapping[str, Mapping[Backend, Any]], shape: AttentionShape | ExpertShape
+    ) -> dict[str, Any]:
+        """The kernels of a table that take a shape here, by the name of their backend.
+
+        Interpreted are those of Triton alone. Why others do not is noted.
+        """
+        if self.interpret:
+            return {"triton": table["gpu"]["triton"](shape, interpret=True)}
+        found = {}
+        for backend, kernel in table["gpu"].items():
+            reason = missing(backend, self.device) or kernel.unsupported(shape, self.device)
+            if reason is not None:
+                note = f"{backend} is left out: {reason}"
+                self.notes += [note] if note not in self.notes else []
+            elif isinstance(shape, ExpertShape):
+                found[backend] = kernel.for_device(shape, self.device)
+            else:
+                found[backend] = kernel(shape)
+        return found
+
+    def modelled(self, work: dict[str, tuple[float, float]]) -> float | None:
+        """Seconds of kernels by the report's prices; None for a card that it does not know."""
+        if self.rates is None:
+            return None
+        flops, memory = self.rates.matmul_flops, self.rates.memory_bandwidth
+        each = (max(count / flops, moved / memory) for count, moved in work.values())
+        return sum(each) + len(work) * self.rates.launch_seconds
+
+
+def prices_of(device: jax.Device) -> Rates | None:
+    """The report's prices of a card, such as "NVIDIA H200", if it has them."""
+    for word in device.device_kind.lower().split():
+        with contextlib.suppress(ValueError):
+            return find_target(f"{word}x1").rates
+    return None
+
 
 def share(value: float, best: float | None) -> float | None:
     """`value` as a part of `best`, if that was measured."""
@@ -228,23 +277,26 @@ def attention(bench: Bench) -> list[Row]:
             view = LayerCache(cache, (i % layers) * pages)
             return kernel(queries, view, batch, work, query_block=1, scale=scale)
 
-        ours = GpuAttention(attention_shape(config), interpret=bench.interpret)
+        wanted = attention_shape(config)
         queries = bench.random(rows, heads, size)
-        outs = [
-            jax.jit(functools.partial(attend, kernel=kernel))(1, queries, cache, batch, work)
-            for kernel in (ours, XlaAttention(ours.shape))
-        ]
-        error = check(*outs)
-        timed = functools.partial(attend, kernel=ours)
-        seconds = bench.loop(timed, queries, cache, batch, work)
-        moved = read + queries.nbytes + outs[0].nbytes
-        found.append(
-            {
-                "rows": rows, "context": context, "us": seconds * 1e6,
-                "GB/s": moved / seconds / 1e9,
-                "of copy": share(moved / seconds, bench.copy_rate), "error": error,
-            }
-        )  # fmt: skip
+        expected = jax.jit(functools.partial(attend, kernel=XlaAttention(wanted)))(
+            1, queries, cache, batch, work
+        )
+        load = AttentionLoad(rows, context + 1, context + 1, decode=True)
+        for backend, ours in bench.kernels(ATTENTION, wanted).items():
+            timed = functools.partial(attend, kernel=ours)
+            error = check(jax.jit(timed)(1, queries, cache, batch, work), expected)
+            seconds = bench.loop(timed, queries, cache, batch, work)
+            moved = read + queries.nbytes + expected.nbytes
+            found.append(
+                {
+                    "kernel": backend, "rows": rows, "context": context, "us": seconds * 1e6,
+                    "GB/s": moved / seconds / 1e9,
+                    "of copy": share(moved / seconds, bench.copy_rate),
+                    "x modelled": share(seconds, bench.modelled(ours.expected_work(load))),
+                    "error": error,
+                }
+            )  # fmt: skip
         bench.update(number + 1, len(shapes))
     return found
 
@@ -265,24 +317,33 @@ def expert_kernels(bench: Bench) -> list[Row]:
         gate_up = bench.random(count, hidden, 2 * width, scale=hidden**-0.5)
         down = bench.random(count, width, hidden, scale=2 * width**-0.5)
         operands = jnp.asarray(ids), weights, ExpertWeights(gate_up, down)
-        ours = GpuExperts(expert_shape(config), interpret=bench.interpret)
         x = bench.random(rows, hidden)
-        error = check(jax.jit(ours)(x, *operands), jax.jit(apply_experts)(x, *operands))
-        seconds = bench.loop(lambda i, x, *rest, ours=ours: ours(x, *rest), x, *operands)
+        expected = jax.jit(apply_experts)(x, *operands)
         used = len(np.unique(ids))
         flops = 6 * rows * top_k * hidden * width
         moved = DTYPE.dtype.itemsize * (3 * used * hidden * width + 2 * rows * hidden)
-        found.append(
-            {
-                "rows": rows, "experts": count, "of them": top_k, "us": seconds * 1e6,
-                "TFLOP/s": flops / seconds / 1e12,
-                "of dense": share(flops / seconds, bench.dense_rate),
-                "GB/s": moved / seconds / 1e9,
-                "of copy": share(moved / seconds, bench.copy_rate), "error": error,
-            }
-        )  # fmt: skip
+        load = ExpertLoad(rows, top_k, rows * top_k, used)
+        for backend, ours in bench.kernels(EXPERTS, expert_shape(config)).items():
+            error = check(jax.jit(ours)(x, *operands), expected)
+            seconds = bench.loop(lambda i, x, *rest, ours=ours: ours(x, *rest), x, *operands)
+            found.append(
+                {
+                    "kernel": backend, "rows": rows, "experts": count, "of them": top_k,
+                    "us": seconds * 1e6, "TFLOP/s": flops / seconds / 1e12,
+                    "of dense": share(flops / seconds, bench.dense_rate),
+                    "GB/s": moved / seconds / 1e9,
+                    "of copy": share(moved / seconds, bench.copy_rate),
+                    "x modelled": share(seconds, bench.modelled(ours.expected_work(load))),
+                    "error": error,
+                }
+            )  # fmt: skip
         bench.update(number + 1, len(shapes))
     return found
+
+
+def others(bench: Bench) -> list[Row]:
+    """The kernels that are not timed: whether they are right."""
+    return gpu_checks.others(bench.interpret, check, bench.update)
 
 
 def decode(bench: Bench) -> list[Row]:
@@ -451,6 +512,7 @@ PARTS: dict[Part, Callable[[Bench], list[Row]]] = {
     "rates": rates,
     "attention": attention,
     "experts": expert_kernels,
+    "others": others,
     "decode": decode,
     "transformers": transformers,
 }
@@ -497,6 +559,23 @@ def show(console: Console, part: str, result: dict[str, Any]) -> None:
         console.print(f"{part}: {note}")
 
 
+def parts_of_earlier_run(args: Arguments, result: dict[str, Any]) -> dict[str, Any]:
+    """The parts with rows that the file of --json has, if --resume asks for them.
+
+    Raises:
+        RuntimeError: they are of another card or JAX.
+    """
+    if not args.resume or args.json is None or not args.json.exists():
+        return {}
+    earlier = json.loads(args.json.read_text())
+    for key in ("card", "jax"):
+        if earlier[key] != result[key]:
+            raise RuntimeError(
+                f"--resume: {args.json} is of {key} {earlier[key]!r}, here is {result[key]!r}"
+            )
+    return {name: part for name, part in earlier["parts"].items() if "rows" in part}
+
+
 def benchmark(args: Arguments, console: Console) -> dict[str, Any]:
     """All parts; raises RuntimeError where there is no such device."""
     deadline = time.monotonic() + 60 * args.minutes
@@ -519,10 +598,14 @@ def benchmark(args: Arguments, console: Console) -> dict[str, Any]:
     console.print(f"{args.model} on {result['card']}, jax {result['jax']}, {result['date']}")
     if not result["is_measurement"]:
         console.print("A check of this script on CPU, kernels interpreted: no measurement.")
-    bench = Bench(args, device, config, deadline)
+    done = parts_of_earlier_run(args, result)
+    bench = Bench(args, device, config, deadline, rates=prices_of(device))
+    if "rates" in done:
+        first, second = done["rates"]["rows"]
+        bench.copy_rate, bench.dense_rate = 1e9 * first["GB/s"], 1e12 * second["TFLOP/s"]
     with jax.default_device(device):
         for part in PARTS:
-            found = run_part(bench, part)
+            found = done.get(part) or run_part(bench, part)
             result["parts"][part] = found
             show(console, part, found)
             if args.json is not None:  # now: what comes may crash the process
@@ -542,7 +625,7 @@ def main(args: Arguments) -> int:
     try:
         result = benchmark(args, Console())
     except RuntimeError as error:
-        print(f"no device of platform {args.platform}: {error}", file=sys.stderr)
+        print(f"nothing was run: {error}", file=sys.stderr)
         return 2
     return int(any("failed" in part for part in result["parts"].values()))
 

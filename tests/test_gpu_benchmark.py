@@ -40,15 +40,29 @@ def test_all_parts_run(gpu: Any, tmp_path: Path, capsys: Any) -> None:
     assert result["is_measurement"] is False
     assert "no measurement" in capsys.readouterr().out
     parts = result["parts"]
-    assert list(parts) == ["rates", "attention", "experts", "decode", "transformers"]
+    assert list(parts) == ["rates", "attention", "experts", "others", "decode", "transformers"]
     assert parts.pop("transformers") == {"skipped": "--skip"}
     for part in parts.values():
         numbers = [v for row in part["rows"] for v in row.values() if isinstance(v, float)]
         assert numbers
         assert all(math.isfinite(n) for n in numbers)
-    for part in ("attention", "experts"):
+    for part in ("attention", "experts", "others"):
         assert all(row["error"] <= gpu.TOLERANCE for row in parts[part]["rows"])
     assert [row["USE_TBO"] for row in parts["decode"]["rows"]] == [0, 1]
+    # What is there is kept, and what failed is done again.
+    result["parts"]["decode"] = {"failed": "no luck"}
+    result["parts"]["rates"]["rows"][0]["GB/s"] = 12.5
+    file.write_text(json.dumps(result))
+    skip = ("--skip", "transformers", "decode")
+    with jax.numpy_dtype_promotion("standard"):
+        assert gpu.main(arguments(gpu, *words[:3], *skip, "--json", file, "--resume")) == 0
+    again = json.loads(file.read_text())["parts"]
+    assert again["rates"]["rows"][0]["GB/s"] == 12.5
+    assert again["others"] == result["parts"]["others"]
+    assert again["decode"] == {"skipped": "--skip"}
+    file.write_text(json.dumps(result | {"card": "another"}))
+    assert gpu.main(arguments(gpu, *words, "--resume")) == 2
+    assert "is of card 'another'" in capsys.readouterr().err
 
 
 def make_bench(gpu: Any, *words: object, minutes: float = 1, device: Any = None) -> Any:
@@ -87,7 +101,7 @@ def test_cpu_is_for_checks_only(gpu: Any, capsys: Any) -> None:
 
 def test_without_a_gpu(gpu: Any, capsys: Any) -> None:
     assert gpu.main(arguments(gpu)) == 2
-    assert "no device of platform gpu" in capsys.readouterr().err
+    assert "nothing was run: Unknown backend: 'gpu'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
