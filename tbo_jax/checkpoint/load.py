@@ -61,7 +61,7 @@ def read_config(folder: Path, dtype: Any) -> tuple[DecoderConfig, Architecture]:
 
 
 def load_model(
-    folder: Path,
+    folder: str | Path,
     *,
     mesh: Mesh,
     dtype: Any,
@@ -89,6 +89,7 @@ def load_model(
             tensor that is missing, left over or of another shape, experts or heads that do not
             divide over the devices.
     """
+    folder = Path(folder)
     config, architecture = read_config(folder, dtype)
     tensors = TensorFolder.open(folder)
     weights = _quantize(folder, find_format(folder, read_quantization(folder))(tensors), quantize)

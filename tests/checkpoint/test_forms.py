@@ -253,7 +253,7 @@ def test_layers_are_counted_before_anything_is_built(tmp_path, monkeypatch, case
     ("quantization", "message"),
     [
         ({"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, "quant_algo='NVFP4' is not supp"),
-        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "quant_algo=None is not supported"),
+        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo='FP8' is not"),
         ({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo='FP8' is not"),
         ("FP8", "quant_algo=None is not supported, expected 'FP8'"),
         ({"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": ["x"]}, None),

@@ -47,7 +47,7 @@ def change_tensors(folder: Path, change) -> None:
 
 
 def load(folder: Path, devices: int = 1):
-    return load_model(folder, mesh=make_mesh(devices), dtype=jnp.float32)
+    return load_model(str(folder), mesh=make_mesh(devices), dtype=jnp.float32)
 
 
 @pytest.mark.parametrize(
