@@ -178,12 +178,9 @@ def inspect_model(
 
     Raises:
         ValueError: the shape does not fit the model or the target, training with quantised
-            `weights` (`abstract_model`) or with kernels other than XLA's, or `kernels` that the
-            target does not have.
+            `weights` (`abstract_model`), or `kernels` that the target does not have.
     """
     shape.check(micro_batches)
-    if shape.phase == "train" and kernels not in ("auto", "xla"):
-        raise ValueError(f"kernels is {kernels!r}: expected 'auto' or 'xla', with which XLA trains")
     if scanned and any(
         config.is_sparse(i) != config.is_sparse(0) for i in range(config.num_layers)
     ):
@@ -197,7 +194,7 @@ def inspect_model(
     else:
         overlap = OverlapConfig()
     if shape.phase == "train":
-        lowered, options = _lower_training(model, mesh, shape, overlap, transport)
+        lowered, options = _lower_training(model, mesh, shape, overlap, transport, kernels)
     else:
         lowered, options = _lower_decoding(model, mesh, shape, overlap, transport, kernels)
     costs = expected_costs(
@@ -294,12 +291,17 @@ def _lower_decoding(
 
 
 def _lower_training(
-    model: CausalLM, mesh: Mesh, shape: StepShape, overlap: OverlapConfig, transport: Any
+    model: CausalLM,
+    mesh: Mesh,
+    shape: StepShape,
+    overlap: OverlapConfig,
+    transport: Any,
+    kernels: KernelChoice,
 ) -> tuple[jax.stages.Lowered, Options]:
     """The step of training with AdamW, and what XLA is told for it."""
     loss = NextTokenLoss(
         model, mesh=mesh, overlap=overlap, transport=transport, balance_weight=0.001,
-        remat=shape.remat,
+        remat=shape.remat, kernels=kernels,
     )  # fmt: skip
     optimizer = optax.adamw(1e-4)
     tokens = jax.ShapeDtypeStruct(

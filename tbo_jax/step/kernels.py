@@ -148,16 +148,23 @@ def choose_kernels(
     )
 
 
-def choose_training_kernels(device: Any, config: DecoderConfig) -> TrainingKernels:
-    """The kernels to train a model with, on devices like `device`, which need not be there."""
+def choose_training_kernels(
+    device: Any, config: DecoderConfig, choice: KernelChoice = "auto"
+) -> TrainingKernels:
+    """The kernels to train a model with, on devices like `device`, which need not be there.
+
+    Raises:
+        ValueError: the device or this JAX has no kernels of that choice (`check_kernels`).
+    """
+    check_kernels(choice, device)
     shape, of_experts = attention_shape(config), expert_shape(config)
     attention: Callable[..., jax.Array] = dense_causal_attention
-    attend = _first("attention", TRAINING_ATTENTION, device, "auto", shape)
+    attend = _first("attention", TRAINING_ATTENTION, device, choice, shape)
     if attend is not None:
         attention = attend(shape)
     experts: Callable[..., jax.Array] = apply_experts
     if config.num_experts:
-        kernel = _first("experts", TRAINING_EXPERTS, device, "auto", of_experts)
+        kernel = _first("experts", TRAINING_EXPERTS, device, choice, of_experts)
         if kernel is not None:
             experts = kernel.for_device(of_experts, device)
     return TrainingKernels(attention, experts)

@@ -24,6 +24,7 @@ from tbo_jax.overlap.stages import run_layers
 from tbo_jax.parallel.exchange import Transport
 from tbo_jax.parallel.sharding import DEVICES, RANKS, TENSOR, parameter_spec
 from tbo_jax.quantized.array import QuantizedArray
+from tbo_jax.step.backends import KernelChoice
 from tbo_jax.step.compiler_options import Options, compiler_options
 from tbo_jax.step.kernels import choose_training_kernels
 
@@ -55,6 +56,7 @@ class NextTokenLoss:
         transport: Transport = "all_to_all",
         balance_weight: float = 0.0,
         remat: bool = False,
+        kernels: KernelChoice = "auto",
     ):
         """Take what the loss is made of.
 
@@ -66,11 +68,13 @@ class NextTokenLoss:
             transport: of the expert exchange (`make_exchange`).
             balance_weight: of the routers' balancing loss.
             remat: see `run_layers`; the logits are computed anew too.
+            kernels: of attention and experts, those of a backend of Pallas or XLA's own
+                (`choose_training_kernels`).
 
         Raises:
             ValueError: mode "auto", strategy "expert_chunks", tensor parallelism, an unknown
                 transport, or experts that do not divide over the ranks; or weights that are
-                quantised.
+                quantised, or kernels that the devices do not have.
         """
         self.overlap = OverlapConfig() if overlap is None else overlap
         if self.overlap.mode == "auto":
@@ -105,7 +109,7 @@ class NextTokenLoss:
         ]
         self.specs = jax.tree.unflatten(jax.tree.structure(state), specs)
         self._exchange = exchange_of(self.config, mesh, transport)
-        self._kernels = choose_training_kernels(mesh.devices.flat[0], self.config)
+        self._kernels = choose_training_kernels(mesh.devices.flat[0], self.config, kernels)
 
     def micro_batches(self, sequences: int, length: int) -> int:
         """Into how many micro-batches each rank cuts its part of a step's sequences.

@@ -115,9 +115,9 @@ def compiled(*static: Any) -> Any:
     ("kernel", "query_block", "options", "shape"),
     [
         ("xla", 16, Options(window=5, with_sinks=True), SHAPE),
-        ("xla", 1, PLAIN, LATENT),
+        pytest.param("xla", 1, PLAIN, LATENT, marks=pytest.mark.slow),
         ("cpu", 1, PLAIN, SHAPE),
-        ("cpu", 16, PLAIN, SHAPE),
+        pytest.param("cpu", 16, PLAIN, SHAPE, marks=pytest.mark.slow),
         ("cpu", 16, PLAIN, LATENT),
         ("triton", 16, Options(window=40, with_sinks=True), SHAPE),
         pytest.param("triton", 1, PLAIN, SHAPE, marks=pytest.mark.slow),

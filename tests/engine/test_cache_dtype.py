@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tbo_jax import LLM, EngineConfig, SamplingParams
-from tbo_jax.attention.rounded import CACHE_DTYPES
 from tests.engine.engines import small_llm
 from tests.golden_cases import with_tokenizer
 
+slow = pytest.mark.slow
 PROMPTS = [[5, 9, 3, 11, 7] * 7, [8, 2, 6], [4] * 19, [5, 9, 3, 11, 7] * 7 + [1, 2]]
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
@@ -19,11 +19,12 @@ def texts(llm: LLM) -> list[list[int]]:
 
 
 def make(tmp_path, name: str, devices: int = 1, mode: str = "off", **options) -> LLM:
-    options = dict(max_sequences=3, num_pages=48, max_batched_tokens=24) | options
+    sizes = dict(max_sequences=3, num_pages=48, max_batched_tokens=24, request_options=False)
+    options = sizes | options
     return small_llm(with_tokenizer(name, tmp_path), devices, mode, **options)
 
 
-@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=slow)])
 def test_bytes_are_those_of_the_step(tmp_path, dtype) -> None:
     """And the tokens are alike, whatever runs beside them and whether prefixes are kept."""
     full = make(tmp_path, "llama")
@@ -43,14 +44,15 @@ def test_bytes_are_those_of_the_step(tmp_path, dtype) -> None:
     assert same > 0.5, (together, of_full)
 
 
+@slow
 @pytest.mark.parametrize(
     ("name", "devices", "mode", "options"),
     [
         ("qwen3_moe", 4, "on", {}),
-        pytest.param("deepseek_v3", 2, "on", {}, marks=pytest.mark.slow),
-        pytest.param("llama", 2, "off", dict(tensor_parallel=2), marks=pytest.mark.slow),
-        pytest.param("llama", 1, "on", dict(scanned=True), marks=pytest.mark.slow),
-        pytest.param("gpt_oss", 1, "off", dict(speculate=2), marks=pytest.mark.slow),
+        ("deepseek_v3", 2, "on", {}),
+        ("llama", 2, "off", dict(tensor_parallel=2)),
+        ("llama", 1, "on", dict(scanned=True)),
+        ("gpt_oss", 1, "off", dict(speculate=2)),
     ],
 )
 def test_two_micro_batches_and_the_like_change_nothing(

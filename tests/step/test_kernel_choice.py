@@ -14,19 +14,27 @@ import pytest
 
 from tbo_jax import _pallas
 from tbo_jax.attention.cpu_paged import CpuAttention
+from tbo_jax.attention.dense import dense_causal_attention
 from tbo_jax.attention.gpu_paged import GpuAttention
 from tbo_jax.attention.paged import XlaAttention
 from tbo_jax.attention.tpu_paged import TpuAttention
 from tbo_jax.engine.config import EngineConfig
-from tbo_jax.moe.experts import XlaExperts
+from tbo_jax.moe.experts import XlaExperts, apply_experts
 from tbo_jax.moe.gpu_experts import GpuExperts
 from tbo_jax.moe.mosaic_experts import MosaicExperts
 from tbo_jax.moe.tpu_experts import TpuExperts
 from tbo_jax.quantized import gpu_product
-from tbo_jax.schedule.model_step import StepShape, inspect_model, read_shape
-from tbo_jax.schedule.targets import find_target
+from tbo_jax.schedule.model_step import read_shape
 from tbo_jax.step.backends import KERNELS, check_kernels, missing
-from tbo_jax.step.kernels import ATTENTION, EXPERTS, Kernels, choose_kernels, kernels_of
+from tbo_jax.step.kernels import (
+    ATTENTION,
+    EXPERTS,
+    Kernels,
+    TrainingKernels,
+    choose_kernels,
+    choose_training_kernels,
+    kernels_of,
+)
 from tests.quantized.arrays import FORMS, random_array
 
 SPARSE = read_shape("qwen3-30b-a3b", 1)
@@ -115,11 +123,14 @@ def test_another_option_of_an_engine_is_refused() -> None:
         EngineConfig(kernels="pallas")  # type: ignore[arg-type]
 
 
-def test_training_has_no_kernels() -> None:
-    with pytest.raises(ValueError, match="kernels is 'triton': expected 'auto' or 'xla'"):
-        inspect_model(
-            SPARSE, find_target("h100x8"), StepShape("train", 2048, 2048), kernels="triton"
-        )
+def test_kernels_of_training() -> None:
+    by_xla = TrainingKernels(dense_causal_attention, apply_experts)
+    assert choose_training_kernels(gpu("9.0"), SPARSE, "xla") == by_xla
+    assert choose_training_kernels(gpu("9.0"), SPARSE, "mosaic") == by_xla  # it has none
+    found = choose_training_kernels(gpu("9.0"), SPARSE, "triton")
+    assert found == choose_training_kernels(gpu("9.0"), SPARSE) != by_xla
+    with pytest.raises(ValueError, match="kernels is 'triton', and .* has none"):
+        choose_training_kernels(CPU, SPARSE, "triton")
 
 
 def test_products_only_where_they_are_wanted() -> None:
@@ -143,7 +154,8 @@ WITHOUT = """
     from tbo_jax.sampling.params import SamplingParams
     from tbo_jax.schedule.model_step import read_shape
     from tbo_jax.step.kernels import choose_kernels
-    import benchmarks.gpu
+    sys.path.append("benchmarks")
+    import gpu  # benchmarks/gpu.py
     assert _pallas.triton is None
     for capability in ("8.0", "9.0", "10.0"):
         device = SimpleNamespace(platform="gpu", compute_capability=capability)
