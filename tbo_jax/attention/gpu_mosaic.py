@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tbo_jax._pallas import interpret_mosaic, mosaic
-from tbo_jax.attention.gpu_paged import PROGRAMS, num_splits
+from tbo_jax._pallas import interpret_mosaic, load_mosaic, mosaic, store_mosaic
+from tbo_jax.attention.gpu_paged import PROGRAMS, join_parts, num_splits
 from tbo_jax.attention.kernel import AttentionKernel, AttentionLoad, AttentionShape
 from tbo_jax.attention.work import num_work_items
 
@@ -170,11 +170,7 @@ class MosaicAttention(AttentionKernel):
         else:
             out, statistics = found
             top, total = statistics[..., 0], statistics[..., STATISTICS // 2]
-            factor = jnp.exp(top - top.max(0))
-            # Every part has a sum above zero, or sees nothing and weighs nothing.
-            sums = (total * factor).sum(0)
-            joined = (out * factor[..., None]).sum(0) / jnp.where(sums == 0, 1.0, sums)[..., None]
-            joined = joined.astype(queries.dtype)
+            joined = join_parts(out, top, total).astype(queries.dtype)
         live = (jnp.arange(tokens) < batch.num_tokens)[:, None, None]
         return jnp.where(live, joined, jnp.zeros_like(joined))
 
@@ -312,7 +308,7 @@ def _kernel(
             return new_top, total * shrink + weight.sum(1), acc * across(shrink, head_dim) + update
 
         # The softmax of the first part starts with the sink, of weight exp(sink - top) = 1.
-        sink = sinks[of_item] if interpret else _load(sinks.at[of_item], column)
+        sink = load_mosaic(sinks, (of_item,), column, interpret)
         sink = jnp.where(part == 0, sink, -jnp.inf)
         state = (
             sink,
@@ -327,9 +323,9 @@ def _kernel(
             # A part without keys has no weight beside any other.
             lowest = float(jnp.finfo(jnp.float32).min)
             best = jnp.where(top == -jnp.inf, lowest, top)
-            _store(statistics.at[:, pl.ds(0, half)], across(best, half))
-            _store(statistics.at[:, pl.ds(half, half)], across(total, half))
-        _store(out_smem, acc.astype(out_smem.dtype))
+            store_mosaic(statistics.at[:, pl.ds(0, half)], across(best, half), interpret)
+            store_mosaic(statistics.at[:, pl.ds(half, half)], across(total, half), interpret)
+        store_mosaic(out_smem, acc.astype(out_smem.dtype), interpret)
         plgpu.commit_smem()
 
         def store(number, query):
@@ -360,18 +356,3 @@ def _turned(ref):
     if hasattr(ref, "transpose"):
         return ref.transpose((1, 0))
     return mosaic().transpose_ref(ref, (1, 0))
-
-
-def _load(ref, layout):
-    """An array that is read as threads are to hold it; jax 0.10.2 asks for an index besides."""
-    index = () if hasattr(mosaic(), "store") else ((),)
-    return mosaic().load(ref, *index, layout=layout, optimized=False)
-
-
-def _store(ref, value):
-    """A write once a program to rows that are not tiled, whose bank conflicts jax 0.12 refuses."""
-    plgpu = mosaic()
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value

@@ -157,7 +157,7 @@ class GpuAttention(AttentionKernel):
             *cache.pages,
             *cache.factors,
         )
-        joined = out[0] if splits == 1 else _join(out, top, total).astype(queries.dtype)
+        joined = out[0] if splits == 1 else join_parts(out, top, total).astype(queries.dtype)
         live = (jnp.arange(tokens) < batch.num_tokens)[:, None, None]
         return jnp.where(live, joined, jnp.zeros_like(joined))
 
@@ -176,7 +176,7 @@ def num_splits(programs: int, context: int, wanted: int) -> int:
     return max(1, min(wanted // programs, context // LEAST_KEYS))
 
 
-def _join(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
+def join_parts(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
     """The parts of the softmax, [P, T, N, H] weighted by their maxima and sums [P, T, N]."""
     factor = jnp.exp(top - top.max(0))
     sums = (total * factor).sum(0)
