@@ -5,7 +5,8 @@ keys of all heads were written once more, transposed. And a step that prefills h
 of queries of every row, but often a single row has any. So
 
 - with few queries, a query is as wide as the keys of all heads, zero but in the place of its own:
-  the products multiply zeros and transpose nothing;
+  the products multiply zeros instead. Attention alone of 16 rows at context 512, 30 layers of 9 and
+  3 heads of 64, 2 cores: 27 ms for 44 (jax 0.10.2), 39 for 57 (0.12);
 - in a step that prefills, the blocks with many queries are computed one after another, as many as
   there are, each over its own keys. Those with few, decodes and ends of prompts, go together.
 """
