@@ -48,7 +48,7 @@ from tbo_jax.step.backends import KernelChoice
 # What --json says of the step, beside its target and layers.
 SETTING = (
     "config", "phase", "tokens", "context", "remat", "loop", "weights", "transport",
-    "tensor_parallel", "nodes", "rates",
+    "tensor_parallel", "nodes", "rates", "cache_dtype",
 )  # fmt: skip
 CHUNKS = 2, 4  # of the experts, that --strategies compares
 UNROLLED_LAYERS = 4  # compiled unless --layers says otherwise: XLA takes seconds for each
