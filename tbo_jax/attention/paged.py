@@ -58,10 +58,7 @@ def write_pages(cache: LayerCache, keys: jax.Array, values: jax.Array, batch: Fo
     if cache.factors:
         rounded = [round_heads(part, cache.pages[0].dtype) for part in new]
         new = tuple(part for part, _ in rounded)
-        factors = tuple(
-            pages.at[page, slot].set(of_heads, mode="drop")
-            for pages, (_, of_heads) in zip(cache.factors, rounded, strict=True)
-        )
+        factors = tuple(map(store, cache.factors, (of_heads for _, of_heads in rounded)))
     return LayerCache(tuple(map(store, cache.pages, new)), cache.first_page, factors)
 
 

@@ -24,7 +24,6 @@ CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
 # What the cache holds. Of float8_e4m3fn it is the bits: XLA:CPU gathers bytes at memory speed, and
 # other types of 8 bits one by one.
 STORED_AS: dict[CacheDtype, Any] = {"float8_e4m3fn": jnp.uint8, "int8": jnp.int8}
-_LARGEST = {jnp.uint8: 448.0, jnp.int8: 127.0}
 _SMALLEST = 1e-30  # largest magnitude of a head that is still told from zero
 
 
@@ -42,11 +41,11 @@ def round_heads(new: jax.Array, stored_as: Any) -> tuple[jax.Array, jax.Array]:
     `stored_as` is one of `STORED_AS`. Numbers times factors are what was given. A head with a NaN
     has a NaN for a factor.
     """
-    largest, kind = next((_LARGEST[one], one) for one in _LARGEST if jnp.dtype(one) == stored_as)
+    is_int8 = stored_as == jnp.int8
     wide = new.astype(jnp.float32)
-    factors = jnp.maximum(jnp.abs(wide).max(-1), _SMALLEST) / largest
+    factors = jnp.maximum(jnp.abs(wide).max(-1), _SMALLEST) / (127.0 if is_int8 else 448.0)
     scaled = wide / factors[..., None]
-    if kind == jnp.int8:
+    if is_int8:
         return jnp.round(scaled).astype(jnp.int8), factors
     return as_bits(scaled.astype(jnp.float8_e4m3fn)), factors
 

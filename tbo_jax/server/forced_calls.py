@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from tbo_jax.server.deltas import Delta
+from tbo_jax.server.nesting import Nesting
 
 
 class ForcedCall:
@@ -31,9 +32,7 @@ class ForcedCalls:
 
     def __init__(self) -> None:
         self._text = ""
-        self._depth = 0  # of brackets
-        self._in_text = False  # of JSON
-        self._escaped = False
+        self._nesting = Nesting()
         self._from = 0  # where the arguments of the call begin that are not told yet
         self._object = 0  # where the call begins
         self._in_arguments = False
@@ -49,31 +48,21 @@ class ForcedCalls:
         return deltas
 
     def _take(self, letter: str, at: int) -> list[Delta]:
-        if self._in_text:
-            if self._escaped:
-                self._escaped = False
-            elif letter == "\\":
-                self._escaped = True
-            elif letter == '"':
-                self._in_text = False
+        if not self._nesting.take(letter):
             return []
-        if letter == '"':
-            self._in_text = True
-        elif letter in "{[":
-            self._depth += 1
-            if letter == "{" and self._depth == 2:
+        depth = self._nesting.depth
+        if letter == "{":
+            if depth == 2:
                 self._object = at
-            elif letter == "{" and self._depth == 3 and not self._in_arguments:
+            elif depth == 3 and not self._in_arguments:
                 before = self._text[self._object : at].rstrip().removesuffix(":").rstrip()
                 before = before.removesuffix('"arguments"').rstrip().removesuffix(",")
                 self._in_arguments, self._from = True, at
                 return [Delta("call", json.loads(before + "}")["name"])]
-        elif letter in "}]":
-            self._depth -= 1
-            if letter == "}" and self._depth == 2 and self._in_arguments:
-                told = self._told(at + 1)
-                self._in_arguments = False
-                return told
+        elif letter == "}" and depth == 2 and self._in_arguments:
+            told = self._told(at + 1)
+            self._in_arguments = False
+            return told
         return []
 
     def _told(self, until: int) -> list[Delta]:

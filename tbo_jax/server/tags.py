@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tbo_jax.server.deltas import Delta, joined
+from tbo_jax.server.nesting import Nesting
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,7 @@ class _Object:
     """An object in JSON that comes in pieces: what belongs to it."""
 
     def __init__(self) -> None:
-        self._depth = 0  # of brackets
-        self._in_text = False
-        self._escaped = False
+        self._nesting = Nesting()
         self._is_over = False
 
     def take(self, text: str) -> str:
@@ -78,22 +77,9 @@ class _Object:
         if self._is_over:
             return ""
         for at, letter in enumerate(text):
-            if self._in_text:
-                if self._escaped:
-                    self._escaped = False
-                elif letter == "\\":
-                    self._escaped = True
-                elif letter == '"':
-                    self._in_text = False
-            elif letter == '"':
-                self._in_text = True
-            elif letter in "{[":
-                self._depth += 1
-            elif letter in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    self._is_over = True
-                    return text[: at + 1]
+            if self._nesting.take(letter) and self._nesting.depth == 0:
+                self._is_over = True
+                return text[: at + 1]
         return text
 
 
