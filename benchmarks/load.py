@@ -29,6 +29,7 @@ import tyro
 from serve import MODEL, PROMPTS, get, texts_of
 
 from tbo_jax import LLM, SamplingParams
+from tbo_jax.server.settings import ServerSettings
 
 START_SECONDS = 600.0
 READ_SECONDS = 0.02
@@ -49,7 +50,7 @@ class Arguments:
     """Of each answer."""
     max_sequences: int = 16
     """Rows of a step."""
-    stream_interval: float = 0.0
+    stream_interval: float = ServerSettings.stream_interval
     """Option of the server."""
     rounds: int = 3
     """Of which medians are told."""
@@ -163,6 +164,7 @@ def measure(args: Arguments, address: tuple[str, int]) -> dict[str, list[float]]
     found: dict[str, list[float]] = {"LLM.generate": [], "streamed": [], "whole": []}
     tokens = args.requests * args.tokens
     llm.generate(prompts[: args.clients], params)
+    ask_all(address, requests_of(args, prompts[: args.clients], True), args.clients, True)
     for _ in range(args.rounds):
         start = time.perf_counter()
         expected = [done.text for done in llm.generate(prompts, params)]

@@ -39,6 +39,7 @@ class EngineStart:
     socket_path: str  # where API processes find it; of several hosts the first's counts
     hosts: Hosts | None = None
     show_progress: bool = False
+    stream_interval: float = 0.0
 
 
 class Beat(msgspec.Struct, frozen=True):

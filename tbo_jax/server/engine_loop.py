@@ -68,11 +68,12 @@ class _Running:
     request_id: int
     params: SamplingParams
     held: wire.Told | None  # where tokens are not told one by one
+    has_begun: bool = False
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What a step gave for a receiver."""
+    """What steps gave for a receiver, since it was told last."""
 
     numbers: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -92,12 +93,18 @@ class EngineLoop:
     """
 
     def __init__(
-        self, llm: LLM, group: Group | None = None, on_first: Callable[[], None] | None = None
+        self,
+        llm: LLM,
+        group: Group | None = None,
+        on_first: Callable[[], None] | None = None,
+        stream_interval: float = 0.0,
     ) -> None:
         """Args:
         llm: nobody else uses its engine.
         group: the engines of other hosts.
         on_first: called before the first token is told.
+        stream_interval: seconds for which tokens are gathered before they are told. The first
+            token of a request and its end are told at once, and all that was gathered with them.
         """
         self.busy_since: float | None = None
         self.num_tokens = 0
@@ -110,6 +117,9 @@ class EngineLoop:
         self._of: dict[Receiver, dict[int, _Running]] = {}  # by receiver, then by number
         self._orders: list[wire.Add | wire.Abort] = []  # for the group, since the last step
         self._failures = 0  # steps in a row
+        self._interval = stream_interval
+        self._told_at = 0.0  # by `time.monotonic`
+        self._batches: dict[Receiver, _Batch] = {}  # that are gathered
 
     # These may be called in any thread.
 
@@ -212,18 +222,20 @@ class EngineLoop:
             self.busy_since = None
 
     def _tell(self, events: list[TokenEvent]) -> None:
-        batches: dict[Receiver, _Batch] = {}
+        is_urgent = False
         for event in events:
             assert event.request_id is not None
             one = self._running[event.request_id]
-            batch = batches.get(one.receiver)
+            batch = self._batches.get(one.receiver)
             if batch is None:
-                batch = batches[one.receiver] = _Batch()
+                batch = self._batches[one.receiver] = _Batch()
             if event.finish_reason is None and event.logprobs is None and one.held is None:
                 if event.token_id is not None:
                     batch.numbers.append(one.number)
                     batch.token_ids.append(event.token_id)
                     batch.texts.append(event.text)
+                    if not one.has_begun:
+                        one.has_begun = is_urgent = True
                 continue
             told = self._told(one, event)
             if one.held is not None:
@@ -232,12 +244,23 @@ class EngineLoop:
                     continue
                 told, one.held = one.held, wire.Told(one.number)
             batch.others.append(told)
+            is_urgent |= told.finish_reason is not None or not one.has_begun
+            one.has_begun = True
         had_none, self.num_tokens = self.num_tokens == 0, self.num_tokens + len(events)
         if had_none and events and self._on_first is not None:
             self._on_first()
-        for receiver, batch in batches.items():
-            if batch.numbers or batch.others:
-                receiver.tell(wire.Step(batch.numbers, batch.token_ids, batch.texts, batch.others))
+        # To tell costs a step as much as some rows: threads and processes wake up, which take the
+        # cores from the model where that runs on them. The loop has no need of a clock: what is
+        # gathered belongs to requests that run, so that another step follows.
+        now = time.monotonic()
+        if is_urgent or now - self._told_at >= self._interval:
+            self._told_at = now
+            batches, self._batches = self._batches, {}
+            for receiver, batch in batches.items():
+                if batch.numbers or batch.others:
+                    receiver.tell(
+                        wire.Step(batch.numbers, batch.token_ids, batch.texts, batch.others)
+                    )
 
     def _told(self, one: _Running, event: TokenEvent) -> wire.Told:
         told = wire.Told(one.number, text=event.text, finish_reason=event.finish_reason)

@@ -120,7 +120,7 @@ def _run(start: EngineStart, pulse: _Pulse) -> None:
             follower.run()
             return
         group = joined
-    loop = pulse.loop = EngineLoop(llm, group, pulse.now)
+    loop = pulse.loop = EngineLoop(llm, group, pulse.now, start.stream_interval)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_serve(llm, start.socket_path, pulse, loop))
 

@@ -81,6 +81,7 @@ async def _host(
         step_timeout=serving.settings.step_timeout,
         on_failure=failed.set_result,
         show_progress=not serving.quiet,
+        stream_interval=serving.settings.stream_interval,
     )
     serving = replace(serving, engine=supervisor.path)
     try:
@@ -106,7 +107,7 @@ async def serve_api(
     Raises:
         ValueError: something is wrong with the tokenizer or the chat template.
     """
-    client = RemoteClient(serving.engine, serving.settings.stream_interval)
+    client = RemoteClient(serving.engine)
     await client.wait_ready()
     service = await asyncio.to_thread(
         Service, client, serving.model, serving.settings, serving.keys

@@ -57,10 +57,9 @@ class RemoteClient:
     `fail` that no other will come.
     """
 
-    def __init__(self, path: str, stream_interval: float = 0.0) -> None:
+    def __init__(self, path: str) -> None:
         """Args:
         path: of the engine's socket.
-        stream_interval: seconds for which tokens of a stream are gathered, but for the first one.
 
         Raises:
             ValueError: it is too long for a socket's.
@@ -77,8 +76,6 @@ class RemoteClient:
         self._tried: _Running | None = None  # a suspect that was sent, and has no token yet
         self._wants_turn = self._has_turn = False  # to try one; the engine tells whose it is
         self._next_number = 0
-        self._interval = stream_interval
-        self._to_wake: set[Stream] = set()  # streams, when the interval is over
         self._outbox: list[wire.ToEngine] = []
         self._asked: deque[asyncio.Future[dict[str, Any]]] = deque()
         self._statistics: dict[str, Any] = {}  # as last told
@@ -128,7 +125,7 @@ class RemoteClient:
 
         What the iteration raises says why it cannot run.
         """
-        stream = Stream(request.tells_tokens, self._wake_later if self._interval > 0 else None)
+        stream = Stream(request.tells_tokens)
         try:
             adds = self._adds_of(request)
         except (ValueError, RuntimeError) as error:
@@ -351,16 +348,6 @@ class RemoteClient:
             running = known.get(told.number)
             if running is not None:
                 self._take_told(running, told)
-
-    def _wake_later(self, stream: Stream) -> None:
-        if not self._to_wake:
-            asyncio.get_running_loop().call_later(self._interval, self._wake_streams)
-        self._to_wake.add(stream)
-
-    def _wake_streams(self) -> None:
-        streams, self._to_wake = self._to_wake, set()
-        for stream in streams:
-            stream.wake()
 
     def _take_told(self, running: _Running, told: wire.Told) -> None:
         if told.refused is not None:

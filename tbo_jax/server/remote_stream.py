@@ -12,27 +12,13 @@ from tbo_jax.server.interface import Update
 class Stream:
     """What came of a request and nobody took yet, joined, so that slow readers cost nothing."""
 
-    __slots__ = (
-        "_error",
-        "_has_begun",
-        "_pending",
-        "_tells_tokens",
-        "_waiter",
-        "_wake_later",
-        "unfinished",
-    )
+    __slots__ = ("_error", "_pending", "_tells_tokens", "_waiter", "unfinished")
 
-    def __init__(
-        self, tells_tokens: bool, wake_later: Callable[[Stream], None] | None = None
-    ) -> None:
+    def __init__(self, tells_tokens: bool) -> None:
         """Args:
         tells_tokens: tell tokens before a sample is over.
-        wake_later: has `wake` called some time later: then tokens are gathered until then, but for
-            the first one.
         """
         self.unfinished: set[int] = set()  # numbers of its samples
-        self._wake_later = wake_later
-        self._has_begun = False
         self._tells_tokens = tells_tokens
         self._pending: dict[int, Update] = {}  # by sample
         self._error: Exception | None = None
@@ -46,12 +32,8 @@ class Stream:
         else:
             update.token_ids.append(token)
             update.text += text
-        if self._tells_tokens and self._waiter is not None:
-            if self._wake_later is None or not self._has_begun:
-                self.wake()
-            else:
-                self._wake_later(self)
-        self._has_begun = True
+        if self._tells_tokens:
+            self.wake()
 
     def put(self, later: Update) -> None:
         """More of a sample."""

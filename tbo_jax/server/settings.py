@@ -71,9 +71,10 @@ class ServerSettings:
     beside them."""
     step_timeout: float = 300.0
     """Seconds after which a step of the engine hangs: then its process is started anew."""
-    stream_interval: float = 0.0
-    """Seconds for which the tokens of a stream are gathered before they are sent in one event, the
-    first one excepted. More than 0 saves work where steps are quick or streams are many."""
+    stream_interval: float = 0.01
+    """Seconds for which the tokens of a stream are gathered before they are sent in one event. The
+    first is sent at once. Only steps that are quicker than that wait for another one; 0 sends each
+    token at once."""
     limits: tyro.conf.OmitArgPrefixes[Limits] = field(default_factory=Limits)
     """What requests may take."""
 

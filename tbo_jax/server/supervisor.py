@@ -64,6 +64,7 @@ class Supervisor:
         most_failures: int = MOST_FAILURES,
         on_failure: Callable[[EngineFailed], None] | None = None,
         show_progress: bool = False,
+        stream_interval: float = 0.0,
     ) -> None:
         """Args:
         model: as `LLM` takes it.
@@ -77,6 +78,7 @@ class Supervisor:
             `STEADY_SECONDS`, after which it is given up.
         on_failure: called when it is given up after the first start went well.
         show_progress: have the engine show on stderr how far it is when it starts.
+        stream_interval: as `EngineLoop` takes it.
 
         Raises:
             ValueError: a number is not above 0.
@@ -91,8 +93,9 @@ class Supervisor:
         self.restarts = 0
         self.pid: int | None = None
         self._start = EngineStart(
-            os.fspath(model), config or EngineConfig(), self.path, hosts, show_progress
-        )
+            os.fspath(model), config or EngineConfig(), self.path, hosts, show_progress,
+            stream_interval,
+        )  # fmt: skip
         self._on_failure = on_failure
         self._process: subprocess.Popen[bytes] | None = None
         self._was_ready = False

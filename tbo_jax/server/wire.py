@@ -2,7 +2,7 @@
 
 A frame is its length (4 bytes, little-endian) and msgpack. The first frame of each side is a
 `Hello`, whose form never changes, so that programs of other versions tell each other so. Each
-further frame is a list of messages: what comes of a step for a connection is one frame, with the
+further frame is a list of messages: what comes of steps for a connection is one frame, with the
 plain tokens of all its requests in three lists.
 """
 
@@ -94,7 +94,7 @@ class Told(msgspec.Struct, array_like=True):
 
 
 class Step(msgspec.Struct, array_like=True, tag="step"):
-    """What a step gave: request `numbers[i]` got a token and text, nothing else; then the others.
+    """What steps gave: request `numbers[i]` got a token and text, nothing else; then the others.
 
     Of a request that is in both the first comes first.
     """

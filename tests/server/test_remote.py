@@ -267,23 +267,6 @@ def test_a_request_that_is_left_is_ended_there(path):
     run(path, main)
 
 
-def test_tokens_are_gathered_for_an_interval(path):
-    """All of them come; the first at once, and those that follow together."""
-
-    async def main(engine, client):
-        request = asked([4], 60, n=2)
-        calm = [one async for one in client.generate(request)]
-        slow = RemoteClient(path, stream_interval=30.0)
-        await slow.wait_ready()
-        updates = [one async for one in slow.generate(request)]
-        check(request, joined(updates))
-        # One of each sample may come before the reader waits; the rest comes when samples end.
-        assert len(updates[0].token_ids) == 1 and len(updates) <= 6 < len(calm)
-        await slow.close()
-
-    run(path, main)
-
-
 def test_the_same_run_that_lost_the_connection_is_no_death(path):
     async def main(engine, client):
         request = asked([4], 300)
