@@ -94,10 +94,8 @@ class Grammars:
             log_level=0,
             limits=LLParserLimits(verbose_errors=False),
         )
-        if matcher.is_error():
-            raise ValueError(
-                f"SamplingParams.{name} cannot be used: {_reason(name, matcher.get_error())}"
-            )
+        if error := matcher.get_error() or _error_of_first_token(matcher):
+            raise ValueError(f"SamplingParams.{name} cannot be used: {_reason(name, error)}")
         for warning in matcher.get_grammar_warnings():
             logger.warning("SamplingParams.%s: %s", name, warning)
         grammar = Grammar(matcher)
@@ -107,6 +105,21 @@ class Grammars:
             while len(self._compiled) > MOST_KEPT:
                 self._compiled.popitem(last=False)
         return grammar
+
+
+def _error_of_first_token(matcher: LLMatcher) -> str:
+    """Why a grammar comes to a limit of llguidance with its first token, as (a{1000}){1000} does.
+
+    It refuses the request then, and takes the half second that it costs from no step. That no token
+    has the text that may follow is no such error: a request says so when it runs.
+    """
+    for _ in range(2):  # it is told to the matcher that comes next
+        following = matcher.deep_copy()
+        following.compute_logit_bias()  # unlike `compute_bitmask` it tells of errors
+        error = following.get_error()
+        if error and not error.startswith("NoExtensionBias"):
+            return error
+    return ""
 
 
 _NOT_FORCED = '%llguidance {"no_forcing": true}'
@@ -146,4 +159,5 @@ def _reason(name: str, error: str) -> str:
     """llguidance's words, without the text of a grammar that the caller did not write."""
     if name == "grammar":
         return error.strip()
-    return error.partition("\n   1 | ")[0].removeprefix("at 1(8): ").strip()
+    shown = error.partition("\n   1 | ")[0].removesuffix("\n<non-verbose/>")
+    return shown.removeprefix("at 1(8): ").strip()

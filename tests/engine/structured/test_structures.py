@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -220,6 +221,14 @@ def test_what_cannot_be_a_grammar_is_named(options: dict[str, Any], message: str
         compiled.structure(SamplingParams(**options))
     assert str(refused.value).startswith(f"SamplingParams.{message}")
     assert "no_forcing" not in str(refused.value)
+
+
+def test_a_grammar_that_takes_too_much_for_its_first_token_is_refused() -> None:
+    tokenizer = Tokenizer.from_folder(Path(__file__).parents[3] / "examples" / "kjv-moe")
+    compiled = Grammars(tokenizer, [0], tokenizer.vocab_size)
+    reason = r"regex cannot be used: lexer error: too many expressions constructed$"
+    with pytest.raises(ValueError, match=reason):
+        compiled.structure(SamplingParams(regex="(a{1000}){1000}"))
 
 
 def test_a_tokenizer_whose_bytes_are_not_known_is_refused() -> None:
