@@ -3,12 +3,7 @@
 One connection carries all requests. When it breaks, because the engine's process died, requests
 under way wait until there is another one, and are sent anew with the tokens that they have. What a
 token is drawn by depends on the seed and its place alone, so the rest is what it would have been.
-
-A request may be what kills the engine. One that was sent and got no token in `SUSPECT_DEATHS` runs
-of the engine in a row, until they died, is a *suspect*; it may just have waited. Suspects are tried
-one by one, before all others, each when the one before has a token. Clients of an engine take turns
-in that, so that none blames its own suspect for the death by another's. One whose trials ended with
-the death of the engine `MOST_TRIALS` times in a row is given up.
+Those that may be what kills the engine are sent one by one (`Suspects`).
 """
 
 from __future__ import annotations
@@ -19,35 +14,20 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from tbo_jax.sampling.params import MAX_SEED
 from tbo_jax.server import wire
 from tbo_jax.server.interface import Generate, ModelInfo, Update
 from tbo_jax.server.remote_stream import Stream, Updates
+from tbo_jax.server.suspects import Sample, Suspects
 
 logger = logging.getLogger(__name__)
 
-SUSPECT_DEATHS = 2
-MOST_TRIALS = 2
 FRAME_TOKENS = 2**20  # of prompts, after which a frame ends
 AT_ONCE = -(2**40)  # the priority of a trial, before that of all others
 RETRY_SECONDS = 0.05  # between attempts to reach an engine that starts
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A sample of a request: what is sent of it, and what it has so far."""
-
-    add: wire.Add
-    stream: Stream
-    sample: int
-    tokens: list[int] = field(default_factory=list)
-    is_sent: bool = False  # over the connection that there is
-    sent_to: str = ""  # the run of the engine that had it last, and gave it no token yet
-    deaths: int = 0  # of the engine, in a row, while that was so
-    trials: int = 0  # of those deaths, how many while it was tried
 
 
 class RemoteClient:
@@ -71,10 +51,8 @@ class RemoteClient:
         self._run = ""  # of the engine
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._running: dict[int, _Running] = {}  # by number; unfinished
-        self._suspects: deque[_Running] = deque()  # that wait for their turn
-        self._tried: _Running | None = None  # a suspect that was sent, and has no token yet
-        self._wants_turn = self._has_turn = False  # to try one; the engine tells whose it is
+        self._running: dict[int, Sample] = {}  # by number; unfinished
+        self._suspects = Suspects(self._send, lambda wanted: self._post(wire.Turn(wanted)))
         self._next_number = 0
         self._outbox: list[wire.ToEngine] = []
         self._asked: deque[asyncio.Future[dict[str, Any]]] = deque()
@@ -131,11 +109,11 @@ class RemoteClient:
         except (ValueError, RuntimeError) as error:
             stream.fail(error)
             return Updates(stream, self._leave)
-        for sample, add in enumerate(adds):
-            running = self._running[add.number] = _Running(add, stream, sample)
+        for number, add in enumerate(adds):
+            sample = self._running[add.number] = Sample(add, stream, number)
             stream.unfinished.add(add.number)
             if self._connection is not None:
-                self._send(running)
+                self._send(sample)
         self._idle.clear()
         return Updates(stream, self._leave)
 
@@ -195,17 +173,17 @@ class RemoteClient:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
-        for running in list(self._running.values()):
-            update = Update(running.sample, finish_reason="abort")
-            self._finish(running, update)
+        for sample in list(self._running.values()):
+            update = Update(sample.number, finish_reason="abort")
+            self._finish(sample, update)
         await self._disconnect()
 
     def fail(self, reason: str) -> None:
         """End all requests with a RuntimeError of this reason, and take no more."""
         self._refusal = reason
         self._changed.set()
-        for running in list(self._running.values()):
-            self._give_up(running, RuntimeError(reason))
+        for sample in list(self._running.values()):
+            self._give_up(sample, RuntimeError(reason))
         if self._connecting is not None:
             self._connecting.cancel()
 
@@ -244,63 +222,49 @@ class RemoteClient:
         self._info = hello.info
         self._connection = connection
         self.num_connections += 1
-        is_another = hello.run != self._run
-        self._run = hello.run
-        tried, self._tried = self._tried, None
+        samples = list(self._running.values())
+        if hello.run != self._run:
+            self._run = hello.run
+            self._suspects.engine_died(samples)
         self._suspects.clear()
-        for running in list(self._running.values()):
-            running.is_sent = False
-            if is_another and running.sent_to:  # it was there when the engine died
-                running.deaths += 1
-                running.trials += running is tried
-            running.sent_to = ""
-            if running.trials >= MOST_TRIALS:
+        suspects = []
+        for sample in samples:
+            if sample.add.number not in self._running:
+                continue  # it was given up with another one of its request
+            sample.is_sent, sample.sent_to = False, ""
+            if sample.is_guilty:
                 reason = (
-                    f"the engine died {running.deaths} times in a row when it was to run this "
+                    f"the engine died {sample.deaths} times in a row when it was to run this "
                     "request, which is given up"
                 )
-                self._give_up(running, RuntimeError(reason))
-            elif running.deaths >= SUSPECT_DEATHS:
-                self._suspects.append(running)
+                self._give_up(sample, RuntimeError(reason))
+            elif sample.is_suspect:
+                suspects.append(sample)
             else:
-                self._send(running)
-        self._try_next()
+                self._send(sample)
+        self._suspects.try_all(suspects)
         self._changed.set()
 
     def _disconnected(self) -> None:
         self._connection = None
-        self._wants_turn = self._has_turn = False
+        self._suspects.disconnected()
         self._outbox.clear()
         for answer in self._asked:
             if not answer.done():
                 answer.set_result(self._statistics)
         self._asked.clear()
 
-    def _try_next(self) -> None:
-        """Send the next suspect, if the one before has a token or is over, and it is our turn."""
-        if self._tried is not None or self._connection is None:
-            return
-        if not self._suspects:
-            if self._wants_turn:
-                self._wants_turn = self._has_turn = False
-                self._post(wire.Turn(False))
-        elif self._has_turn:
-            self._tried = self._suspects.popleft()
-            self._send(self._tried)
-        elif not self._wants_turn:
-            self._wants_turn = True
-            self._post(wire.Turn(True))
-
-    def _send(self, running: _Running) -> None:
-        add = running.add
-        if running.tokens or running is self._tried:
-            priority = min(add.priority, AT_ONCE if running is self._tried else add.priority)
+    def _send(self, sample: Sample) -> None:
+        add = sample.add
+        if sample.tokens or sample is self._suspects.tried:
+            is_tried = sample is self._suspects.tried
+            priority = min(add.priority, AT_ONCE) if is_tried else add.priority
             # Copied: more may come before this is encoded.
             add = wire.Add(
                 add.number, add.token_ids, add.params, add.salt, priority, add.tells_tokens,
-                running.tokens.copy(),
+                sample.tokens.copy(),
             )  # fmt: skip
-        running.is_sent, running.sent_to = True, self._run
+        sample.is_sent, sample.sent_to = True, self._run
         self._post(add)
 
     def _post(self, message: wire.ToEngine) -> None:
@@ -327,8 +291,7 @@ class RemoteClient:
             if isinstance(message, wire.Step):
                 self._take_step(message)
             elif isinstance(message, wire.YourTurn):
-                self._has_turn = self._wants_turn  # not if it was given up meanwhile
-                self._try_next()
+                self._suspects.take_turn()
             elif self._asked:
                 self._statistics = message.values
                 answer = self._asked.popleft()
@@ -338,70 +301,58 @@ class RemoteClient:
     def _take_step(self, step: wire.Step) -> None:
         known = self._running
         for number, token, text in zip(step.numbers, step.token_ids, step.texts, strict=True):
-            running = known.get(number)
-            if running is not None:  # else it was left
-                running.tokens.append(token)
-                if running.sent_to or running.deaths:
-                    self._has_token(running)
-                running.stream.put_token(running.sample, token, text)
+            sample = known.get(number)
+            if sample is not None:  # else it was left
+                sample.tokens.append(token)
+                if sample.sent_to or sample.deaths:
+                    self._suspects.has_token(sample)
+                sample.stream.put_token(sample.number, token, text)
         for told in step.others:
-            running = known.get(told.number)
-            if running is not None:
-                self._take_told(running, told)
+            sample = known.get(told.number)
+            if sample is not None:
+                self._take_told(sample, told)
 
-    def _take_told(self, running: _Running, told: wire.Told) -> None:
+    def _take_told(self, sample: Sample, told: wire.Told) -> None:
         if told.refused is not None:
-            self._give_up(running, ValueError(told.refused))
+            self._give_up(sample, ValueError(told.refused))
             return
         if told.token_ids:
-            running.tokens += told.token_ids
-            self._has_token(running)
+            sample.tokens += told.token_ids
+            self._suspects.has_token(sample)
         update = Update(
-            running.sample, told.token_ids, told.text, told.logprobs, told.finish_reason,
+            sample.number, told.token_ids, told.text, told.logprobs, told.finish_reason,
             told.error, told.num_cached_tokens, told.prompt_logprobs,
         )  # fmt: skip
         if told.finish_reason is None:
-            running.stream.put(update)
+            sample.stream.put(update)
         else:
-            self._finish(running, update)
+            self._finish(sample, update)
 
-    def _has_token(self, running: _Running) -> None:
-        running.sent_to, running.deaths, running.trials = "", 0, 0
-        self._is_cleared(running)
+    def _finish(self, sample: Sample, update: Update) -> None:
+        sample.stream.put(update)
+        self._forget(sample)
 
-    def _is_cleared(self, running: _Running) -> None:
-        if running is self._tried:
-            self._tried = None
-            self._try_next()
-
-    def _finish(self, running: _Running, update: Update) -> None:
-        running.stream.put(update)
-        self._forget(running)
-
-    def _give_up(self, running: _Running, error: Exception) -> None:
-        stream = running.stream
+    def _give_up(self, sample: Sample, error: Exception) -> None:
+        stream = sample.stream
         self._leave(stream)
         stream.fail(error)
 
-    def _forget(self, running: _Running) -> None:
-        number = running.add.number
+    def _forget(self, sample: Sample) -> None:
+        number = sample.add.number
         if self._running.pop(number, None) is None:
             return
-        running.stream.unfinished.discard(number)
-        if running in self._suspects:
-            self._suspects.remove(running)
-            self._try_next()
-        self._is_cleared(running)
+        sample.stream.unfinished.discard(number)
+        self._suspects.forget(sample)
         if not self._running:
             self._idle.set()
 
     def _leave(self, stream: Stream) -> None:
         """End what is unfinished of a request; nothing more is told of it."""
         for number in list(stream.unfinished):
-            running = self._running[number]
-            if running.is_sent and self._connection is not None:
+            sample = self._running[number]
+            if sample.is_sent and self._connection is not None:
                 self._post(wire.Abort(number))
-            self._forget(running)
+            self._forget(sample)
 
 
 class _Connection(asyncio.Protocol):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tbo_jax.server.remote import MOST_TRIALS, SUSPECT_DEATHS, RemoteClient
+from tbo_jax.server.remote import RemoteClient
+from tbo_jax.server.suspects import MOST_TRIALS, SUSPECT_DEATHS
 from tests.golden_cases import with_tokenizer
 from tests.server.engine_processes import SMALL, asked, collect, comparable, served
 

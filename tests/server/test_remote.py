@@ -12,7 +12,8 @@ import uvloop
 from tbo_jax import SamplingParams
 from tbo_jax.server import wire
 from tbo_jax.server.interface import Generate, ModelInfo
-from tbo_jax.server.remote import MOST_TRIALS, SUSPECT_DEATHS, RemoteClient
+from tbo_jax.server.remote import RemoteClient
+from tbo_jax.server.suspects import MOST_TRIALS, SUSPECT_DEATHS
 from tests.server.engine_processes import collect, joined
 
 INFO = ModelInfo("/models/m", 1000, 1000, None, False)
@@ -212,12 +213,12 @@ def test_however_often_it_dies_nothing_is_lost_or_told_twice(path, seed, loop_fa
     run(path, main, loop_factory, rows=200)
 
 
-@pytest.mark.parametrize("poison_at", [0, 7])
-def test_a_request_that_kills_the_engine_is_given_up_and_the_others_go_on(path, poison_at):
+@pytest.mark.parametrize(("poison_at", "samples"), [(0, 1), (7, 1), (0, 3)])
+def test_a_request_that_kills_the_engine_is_given_up_and_the_others_go_on(path, poison_at, samples):
     async def main(engine, client):
         requests = [asked([i, 1], 40) for i in range(30)]
         tasks = [asyncio.create_task(collect(client, one)) for one in requests[:15]]
-        poison = asyncio.create_task(collect(client, asked([POISON], 40)))
+        poison = asyncio.create_task(collect(client, asked([POISON], 40, n=samples)))
         await asyncio.sleep(0)
         tasks += [asyncio.create_task(collect(client, one)) for one in requests[15:]]
         for request, updates in zip(requests, await asyncio.gather(*tasks)):
