@@ -19,19 +19,17 @@ import platform
 import selectors
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import jax
 import tyro
-from serve import MODEL, PROMPTS, get, texts_of
+from running_server import running_server
+from serve import MODEL, PROMPTS, texts_of
 
 from tbo_jax import LLM, SamplingParams
 from tbo_jax.server.settings import ServerSettings
 
-START_SECONDS = 600.0
 READ_SECONDS = 0.02
 END = b"0\r\n\r\n"  # the last chunk of a stream
 
@@ -180,32 +178,13 @@ def measure(args: Arguments, address: tuple[str, int]) -> dict[str, list[float]]
     return found
 
 
-async def _ready(process: subprocess.Popen[bytes], port: int) -> None:
-    end = time.monotonic() + START_SECONDS
-    while await get(port, "/ready") is None:
-        if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError("the server does not start")
-        await asyncio.sleep(0.2)
-
-
 def main(args: Arguments) -> None:
     """Print the figures."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [
-            sys.executable, "-m", "tbo_jax.cli.main", "serve", args.model, "--port", str(port),
-            "--max-sequences", str(args.max_sequences), "--no-prefix-cache", "-q",
-            "--stream-interval", str(args.stream_interval),
-        ]
-    )  # fmt: skip
-    try:
-        asyncio.run(_ready(process, port))
-        found = measure(args, ("127.0.0.1", port))
-    finally:
-        process.terminate()
-        process.wait()
+    options = ["--max-sequences", str(args.max_sequences), "--no-prefix-cache"]
+    options += ["--stream-interval", str(args.stream_interval)]
+    with running_server(args.model, *options) as server:
+        asyncio.run(server.wait_ready())
+        found = measure(args, ("127.0.0.1", server.port))
     median = {name: statistics.median(rates) for name, rates in found.items()}
     print(
         f"{args.requests} requests of {args.tokens} tokens, {args.clients} clients, "

@@ -18,7 +18,6 @@ import os
 import platform
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,11 +28,11 @@ from typing import Any
 
 import jax
 import tyro
+from running_server import RunningServer, running_server
 
 from tbo_jax.host.progress import progress_bar
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "kjv-moe"
-START_SECONDS = 600.0
 PROMPTS = (
     "In the beginning God", "And Jesus said unto them,", "Blessed is the man that", "Thus saith",
     "And it came to pass in those days, that", "The LORD is my shepherd;", "Now the sons of",
@@ -100,13 +99,17 @@ def request_of(rng: random.Random, model: str) -> dict[str, Any]:
     return wanted
 
 
-async def post(port: int, body: bytes, leave_after: int | None = None) -> tuple[int, bytes]:
+async def post(
+    port: int, body: bytes, leave_after: int | None = None, path: str = "/v1/completions"
+) -> tuple[int, bytes]:
     """Status and body of an answer; with `leave_after` only so many bytes of it are read."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+            % (path.encode(), len(body))
+            + body
         )
         head = await reader.readuntil(b"\r\n\r\n")
         status = int(head.split(b" ", 2)[1])
@@ -273,35 +276,16 @@ def resident(pid: int) -> float:
     return 0.0
 
 
-async def get(port: int, path: str) -> Any:
-    """What the server tells in JSON; None if it does not answer."""
-    with contextlib.suppress(OSError, asyncio.IncompleteReadError, ValueError):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(
-            b"GET %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % path.encode()
-        )
-        whole = await reader.read()
-        writer.close()
-        answer, _, body = whole.partition(b"\r\n\r\n")
-        if b" 200 " in answer:
-            return json.loads(body)
-    return None
-
-
-async def soak(args: Arguments, process: subprocess.Popen[bytes], port: int) -> dict[str, Any]:
+async def soak(args: Arguments, server: RunningServer) -> dict[str, Any]:
     """Put the server under load; what came of it."""
-    end = time.monotonic() + START_SECONDS
-    while await get(port, "/ready") is None:
-        if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError("the server does not start")
-        await asyncio.sleep(0.2)
-    load = Soak(args, process, port)
+    await server.wait_ready()
+    load = Soak(args, server.process, server.port)
     await load.learn()
     with progress_bar("requests", sys.stderr.isatty()) as update:
         seconds = await load.run(update)
     idle: dict[str, Any] = {}
     for _ in range(200):  # those that were left end within a step
-        idle = await get(port, "/stats") or {}
+        idle = await server.get("/stats") or {}
         if idle and idle["running"] == idle["waiting"] == 0:
             break
         await asyncio.sleep(0.1)
@@ -331,24 +315,13 @@ async def soak(args: Arguments, process: subprocess.Popen[bytes], port: int) -> 
 
 def main(args: Arguments) -> int:
     """Run it; the exit status."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [
-            sys.executable, "-m", "tbo_jax.cli.main", "serve", str(MODEL), "--port", str(port),
-            "--max-context", "256", "--api-workers", str(args.api_workers), "-q",
-        ]
-    )  # fmt: skip
-    try:
-        found = asyncio.run(soak(args, process, port))
-    finally:
-        process.terminate()
-        process.wait()
+    workers = str(args.api_workers)
+    with running_server(MODEL, "--max-context", "256", "--api-workers", workers) as server:
+        found = asyncio.run(soak(args, server))
     print(json.dumps(found, indent=2))
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    return int(bool(found["wrong"] or found["leaked_pages"] or process.returncode))
+    return int(bool(found["wrong"] or found["leaked_pages"] or server.process.returncode))
 
 
 if __name__ == "__main__":
