@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 
 from tbo_jax._pallas import triton as plgpu
@@ -34,6 +33,7 @@ from tbo_jax.moe.gpu_experts import (
     sort_by_expert,
     tiles_of,
 )
+from tbo_jax.moe.gradient import apply_with_gradient
 from tbo_jax.moe.kernel import ExpertLoad
 from tbo_jax.quantized.gpu_block import dot
 
@@ -50,29 +50,9 @@ class DifferentiableGpuExperts(GpuExperts):
     """`GpuExperts`, differentiable in all but the choices: for training."""
 
     def __call__(self, rows, experts, weights, matrices):
-        first = matrices.first
-
-        @jax.custom_vjp
-        def apply(rows, weights, arrays, experts, first):
-            whole = replace(arrays, first=first)
-            return super(DifferentiableGpuExperts, self).__call__(rows, experts, weights, whole)
-
-        def forward(rows, weights, arrays, experts, first):
-            out = apply(rows, weights, arrays, experts, first)
-            return out, (rows, weights, arrays, experts, first)
-
-        def backward(saved, grad):
-            rows, weights, arrays, experts, first = saved
-            # Of a stack of layers the gradient is zero but for this layer's part.
-            own, transpose = jax.vjp(lambda a: replace(a, first=first).sliced(), arrays)
-            of_rows, of_weights, of_own = self._backward(rows, experts, weights, own, grad)
-            (of_arrays,) = transpose(of_own)
-            no_ids = np.zeros(experts.shape, jax.dtypes.float0)
-            no_first = None if first is None else np.zeros((), jax.dtypes.float0)
-            return of_rows, of_weights, of_arrays, no_ids, no_first
-
-        apply.defvjp(forward, backward)
-        return apply(rows, weights, replace(matrices, first=None), experts, first)
+        return apply_with_gradient(
+            super().__call__, self._backward, rows, experts, weights, matrices
+        )
 
     def _backward(self, rows, experts, weights, matrices, grad):
         """The gradients of rows, weights of the choices, and matrices, from that of the result."""

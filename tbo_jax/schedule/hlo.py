@@ -21,6 +21,7 @@ _BITS = {
 }  # fmt: skip
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\](?:\{([^{}]*)\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\) -> .* \{$")
+_END = re.compile(r"^\}(,|$)")  # of a computation; another bracket closes an attribute
 _TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 
 
@@ -163,14 +164,17 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry: str | None = None
     name: str | None = None
-    body: list[Instruction] = []
+    body: list[str] = []
     for line in lines[1:]:
         if name is not None:
-            if line.startswith("}"):
-                computations[name] = Computation(name, tuple(body))
+            if _END.match(line):
+                read = (_instruction(one, frames) for one in body)
+                computations[name] = Computation(name, tuple(one for one in read if one))
                 name = None
-            elif (instruction := _instruction(line, frames)) is not None:
-                body.append(instruction)
+            elif line.startswith("  ") or not body:
+                body.append(line)
+            else:  # attributes of a kernel may have lines of their own (splash attention's have)
+                body[-1] += line
         elif match := _HEADER.match(line):
             name, body = match[2], []
             entry = name if match[1] else entry

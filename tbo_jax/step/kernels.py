@@ -22,6 +22,7 @@ from tbo_jax.attention.gpu_paged import GpuAttention
 from tbo_jax.attention.kernel import AttentionKernel, AttentionShape
 from tbo_jax.attention.paged import XlaAttention
 from tbo_jax.attention.rounded import CacheDtype
+from tbo_jax.attention.tpu_flash import TpuFlashAttention
 from tbo_jax.attention.tpu_paged import TpuAttention
 from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.moe.experts import XlaExperts, apply_experts
@@ -30,6 +31,7 @@ from tbo_jax.moe.gpu_experts_grad import DifferentiableGpuExperts
 from tbo_jax.moe.kernel import ExpertKernel, ExpertShape
 from tbo_jax.moe.mosaic_experts import MosaicExperts
 from tbo_jax.moe.tpu_experts import TpuExperts
+from tbo_jax.moe.tpu_experts_grad import DifferentiableTpuExperts
 from tbo_jax.step.backends import Backend, KernelChoice, check_kernels, missing, platform_of
 
 logger = logging.getLogger(__name__)
@@ -53,11 +55,15 @@ EXPERTS: Mapping[str, Mapping[Backend, type[ExpertKernel]]] = {
     "tpu": {"mosaic": TpuExperts},
 }
 # With a gradient, for training. The attention is of whole sequences, without pages.
-TRAINING_ATTENTION: Mapping[str, Mapping[Backend, type[GpuFlashAttention]]] = {
-    "gpu": {"triton": GpuFlashAttention}
+TRAINING_ATTENTION: Mapping[
+    str, Mapping[Backend, type[GpuFlashAttention] | type[TpuFlashAttention]]
+] = {
+    "gpu": {"triton": GpuFlashAttention},
+    "tpu": {"mosaic": TpuFlashAttention},
 }
 TRAINING_EXPERTS: Mapping[str, Mapping[Backend, type[ExpertKernel]]] = {
-    "gpu": {"triton": DifferentiableGpuExperts}
+    "gpu": {"triton": DifferentiableGpuExperts},
+    "tpu": {"mosaic": DifferentiableTpuExperts},
 }
 
 

@@ -6,18 +6,14 @@ Needs the plugin of `tbo-jax[cuda12]`, or that of `tbo-jax[tpu]`, and no GPU and
 
 from __future__ import annotations
 
-import importlib.util
-
 import jax
 import pytest
 
 from tbo_jax.schedule.model_step import StepShape, inspect_model, read_shape
 from tbo_jax.schedule.targets import find_target
 from tests.gpu_code import needs_compiler, no_triton_warnings
+from tests.tpu_compiler import needs_tpu_compiler, prepare_libtpu
 
-needs_tpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: tbo-jax[tpu]"
-)
 # Target, step, layers of Qwen3-30B-A3B; with one micro-batch and with two, milliseconds of the step
 # and of the link, jax 0.10.2. Modelled.
 GPU = ("h100x8", StepShape("decode", 256, 2048), 4, ((2.785, 0.265), (3.259, 0.345)))
@@ -30,8 +26,7 @@ TPU = ("v5e:2x4", StepShape("decode", 32, 1024), 2, ((1.994, 0.131), (2.593, 0.1
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_figures(case, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target, shape, layers, expected = case
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no cloud to ask for metadata
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    prepare_libtpu(monkeypatch)
     config = read_shape("qwen3-30b-a3b", layers)
     # The norm of Flax relies on promotion in bfloat16.
     with jax.numpy_dtype_promotion("standard"), no_triton_warnings():

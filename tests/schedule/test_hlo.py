@@ -82,6 +82,22 @@ def test_a_custom_call_with_parentheses_and_quotes_in_its_configuration() -> Non
     assert kernel.operands == ("done",)
 
 
+def test_attributes_with_lines_of_their_own() -> None:
+    """As JAX's splash attention writes what it was called with."""
+    read = parse(
+        module(
+            """  %p = f32[4]{0} parameter(0)
+  %call = f32[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512, \\"use = \\": false}"
+}}, metadata={op_name="jit(step)/splash"}
+  ROOT %sum = f32[4]{0} add(%call, %p)"""
+        )
+    )
+    _, call, last = read.entry.instructions
+    assert (call.target, call.op_name) == ("tpu_custom_call", "jit(step)/splash")
+    assert last.opcode == "add" and last.is_root and last.operands == ("call", "p")
+
+
 def test_who_calls_and_who_reads() -> None:
     module = parse(GPU)
     entry = module.entry

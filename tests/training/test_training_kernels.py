@@ -1,4 +1,4 @@
-"""A training step through the GPU kernels, interpreted on CPU: the gradient of the step by XLA."""
+"""A training step through kernels, interpreted on CPU: the gradient of the step by XLA."""
 
 from __future__ import annotations
 
@@ -10,24 +10,35 @@ import pytest
 from flax import nnx
 
 from tbo_jax.attention.gpu_flash import GpuFlashAttention
+from tbo_jax.attention.tpu_flash import TpuFlashAttention
 from tbo_jax.layers.decoder import CausalLM
 from tbo_jax.moe.gpu_experts_grad import DifferentiableGpuExperts
+from tbo_jax.moe.tpu_experts_grad import DifferentiableTpuExperts
 from tbo_jax.parallel.sharding import make_mesh
 from tbo_jax.step.kernels import TrainingKernels, attention_shape, expert_shape
 from tbo_jax.training import loss as of_training
 from tests.training.test_training import FAST, SPARSE, by_layer, overlap, tokens
 
-CONFIG = dataclasses.replace(
-    SPARSE, num_layers=1, hidden_size=64, head_dim=16, expert_intermediate_size=64,
-    num_experts=4, rotary=dataclasses.replace(SPARSE.rotary, dim=16),
-)  # fmt: skip
+KERNELS = {
+    "gpu": (GpuFlashAttention, DifferentiableGpuExperts, 64),
+    "tpu": (TpuFlashAttention, DifferentiableTpuExperts, 128),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
-def test_gradients_are_those_of_xla(remat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("platform", KERNELS)
+def test_gradients_are_those_of_xla(
+    platform: str, remat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention, experts, size = KERNELS[platform]
+    config = dataclasses.replace(
+        SPARSE, num_layers=1, hidden_size=size, head_dim=16, expert_intermediate_size=size,
+        num_experts=4, rotary=dataclasses.replace(SPARSE.rotary, dim=16),
+    )  # fmt: skip
+
     def gradient() -> dict[object, np.ndarray]:
-        model = CausalLM(CONFIG, rngs=nnx.Rngs(0))
+        model = CausalLM(config, rngs=nnx.Rngs(0))
         loss = of_training.NextTokenLoss(
             model, mesh=make_mesh(2), overlap=overlap(2), balance_weight=0.3, remat=remat
         )
@@ -36,8 +47,8 @@ def test_gradients_are_those_of_xla(remat: bool, monkeypatch: pytest.MonkeyPatch
 
     want = gradient()
     kernels = TrainingKernels(
-        GpuFlashAttention(attention_shape(CONFIG), interpret=True),
-        DifferentiableGpuExperts(expert_shape(CONFIG), interpret=True),
+        attention(attention_shape(config), interpret=True),
+        experts(expert_shape(config), interpret=True),
     )
     monkeypatch.setattr(of_training, "choose_training_kernels", lambda *_: kernels)
     got = gradient()
