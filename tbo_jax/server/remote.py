@@ -128,6 +128,11 @@ class RemoteClient:
             raise RuntimeError(self._refusal)
         if abs(request.priority) > wire.MAX_INTEGER:
             raise ValueError(f"priority is {request.priority}: expected at most {wire.MAX_INTEGER}")
+        # The engine looks at ids as well, but what cannot be packed would take along all that is to
+        # be sent with it.
+        token = max(request.prompt_token_ids, key=abs, default=0)
+        if abs(token) > wire.MAX_INTEGER:
+            raise ValueError(f"prompt token id {token!r:.80}: expected at most {wire.MAX_INTEGER}")
         params = request.params
         seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
         first = self._next_number

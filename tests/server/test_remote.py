@@ -173,6 +173,19 @@ def path(tmp_path_factory) -> str:
     return str(tmp_path_factory.mktemp("s") / "engine")
 
 
+def test_a_token_id_that_cannot_be_sent_is_refused_and_takes_no_other_request_along(path):
+    async def main(engine, client):
+        good = asked([5], 3)
+        for wide in (2**64, -(2**63) - 1, 10**30):
+            updates = client.generate(asked([1, wide, 2]))
+            (told,) = await asyncio.gather(collect(client, good))
+            check(good, told)
+            with pytest.raises(ValueError, match=f"prompt token id {wide}: expected at most"):
+                await anext(updates)
+
+    run(path, main)
+
+
 @pytest.mark.parametrize("seed, loop_factory", [(0, None), (1, None), (2, uvloop.new_event_loop)])
 def test_however_often_it_dies_nothing_is_lost_or_told_twice(path, seed, loop_factory):
     rng = random.Random(seed)
