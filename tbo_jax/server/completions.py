@@ -47,7 +47,7 @@ class CompletionJob:
         self._counts = Counts()
         # With `max_tokens` 0 only the prompt is asked for; an engine generates one at least.
         self._only_prompt = body.max_tokens == 0
-        self._texts: list[str | None] = []
+        self._texts: list[str] = []  # of the prompts, for `echo`
         self._run: Run
 
     async def answer(self, request_id: str) -> Response:
@@ -78,9 +78,9 @@ class CompletionJob:
         self._run = Run(
             request_id, prompts, params, self._salt, body.priority or 0, bool(body.stream)
         )
-        choices = await self._choices()
         stack = AsyncExitStack()
         updates = await stack.enter_async_context(started(self._service, self._run, self._counts))
+        choices = self._choices()  # once it is known that they are not too many
         if body.stream:
             return EventStream(self._events(stack, updates, choices), stack.aclose)
         async with stack:
@@ -115,20 +115,21 @@ class CompletionJob:
             raise refused("prompt", f"has {len(given)} prompts: expected from 1 to {most}")
         prompts = []
         for one in given:
-            self._texts.append(one if isinstance(one, str) else None)
+            text = one if isinstance(one, str) else ""
             if isinstance(one, str):
                 special = self._body.add_special_tokens
                 one = await self._service.prompts.encode(one, special)
+            elif self._body.echo:
+                text = await self._service.prompts.decode(one)
+            self._texts.append(text)
             prompts.append(one)
         return prompts
 
-    async def _choices(self) -> list[_Choice]:
+    def _choices(self) -> list[_Choice]:
         choices: list[_Choice] = []
-        for number, prompt in enumerate(self._run.prompts):
-            text = self._texts[number] or ""
-            if self._body.echo and self._texts[number] is None:
-                text = await self._service.prompts.decode(prompt)
-            for _ in range(self._run.params[number].n):
+        run = self._run
+        for prompt, text, params in zip(run.prompts, self._texts, run.params, strict=True):
+            for _ in range(params.n):
                 logprobs = CompletionLogprobs(self._service.texts)
                 choices.append(_Choice(len(choices), prompt, text, logprobs))
         return choices

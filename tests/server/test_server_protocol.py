@@ -8,6 +8,8 @@ import shutil
 import pytest
 from fakes import MODEL, TEMPLATE, ScriptedClient, ask, asking, events_of, make_service, raw
 
+from tbo_jax.server import completions
+
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -174,6 +176,14 @@ def test_completion_of_several_prompts(service, client):
     for chunk in events[:-1]:
         texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
     assert set(texts.values()) == {"In t"} and not client.open
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_too_many_completions_are_refused_before_they_are_made(service, path, monkeypatch):
+    monkeypatch.setattr(completions, "_Choice", None)
+    body = {"prompt": "a"} if path == TEXT else {"messages": HELLO}
+    error = refusal(service, path, body | {"n": 10**6, "max_tokens": 1})
+    assert error["param"] == "n" and "at most 128" in error["message"]
 
 
 def test_echo_and_logprobs(service, client):
