@@ -14,6 +14,7 @@ from tbo_jax.sampling.structure import STRUCTURES, checked_text, schema_text
 MAX_SEED = 2**63 - 1
 _MAX_NEW_TOKENS = 128
 _MOST_ID = 2**31 - 1
+_MOST_REPETITION = 1e30  # and its inverse: a logit of 1e8 stays finite in float32
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -56,7 +57,7 @@ class SamplingParams:
             the first (vLLM). The engine must have been made for it.
         repetition_penalty: the logit of each token of the prompt or the text so far is divided by
             it if it is above 0, else multiplied (transformers' `RepetitionPenaltyLogitsProcessor`;
-            vLLM's is the same). Above 0; 1 is off.
+            vLLM's is the same). From 1e-30 to 1e30; 1 is off.
         frequency_penalty: is taken off a token's logit for each time that it was generated (vLLM,
             OpenAI), in [-2, 2]; 0 is off.
         presence_penalty: is taken off the logit of each token that was generated (vLLM, OpenAI), in
@@ -134,13 +135,13 @@ class SamplingParams:
             if getattr(self, field) is not None:
                 self._set_int(field, 0, None)
         self._set_float("temperature", 0.0, math.inf, "a finite number, 0 or more")
-        for field, high, expected in (
-            ("top_p", 1.0, "a number in (0, 1]"),
-            ("repetition_penalty", math.inf, "a finite number above 0"),
-        ):
-            self._set_float(field, 0.0, high, expected)
-            if getattr(self, field) == 0.0:
-                raise _refuse(field, getattr(self, field), expected)
+        expected = "a number in (0, 1]"
+        self._set_float("top_p", 0.0, 1.0, expected)
+        if self.top_p == 0.0:
+            raise _refuse("top_p", self.top_p, expected)
+        low, high = 1 / _MOST_REPETITION, _MOST_REPETITION
+        expected = f"a number from {low:g} to {high:g}"
+        self._set_float("repetition_penalty", low, high, expected)
         self._set_float("min_p", 0.0, 1.0, "a number in [0, 1]")
         for field in ("frequency_penalty", "presence_penalty"):
             self._set_float(field, -2.0, 2.0, "a number in [-2, 2]")

@@ -66,6 +66,7 @@ def reference_kept(
         *[("logprobs", v) for v in (-1, 1.0, True, "3")],
         ("prompt_logprobs", -1),
         *[("repetition_penalty", v) for v in (0, 0.0, -1.0, float("inf"), float("nan"), "1", None)],
+        *[("repetition_penalty", v) for v in (1e-40, 9e-31, 1.1e30, 1e300)],
         *[("frequency_penalty", v) for v in (-2.1, 2.5, float("nan"), True, None)],
         *[("presence_penalty", v) for v in (-2.1, 2.5, float("nan"), True, None)],
         *[("logit_bias", v) for v in ({1: float("nan")}, {1: float("inf")}, {1: "2"}, 5, None)],
