@@ -98,6 +98,8 @@ class CompletionJob:
             raise refused("best_of", f"is {body.best_of}: expected the same as n, {body.n or 1}")
         if body.logprobs is not None and body.logprobs < 0:
             raise refused("logprobs", f"is {body.logprobs}: expected 0 or more")
+        if body.echo and body.logprobs is not None and body.stream:
+            raise refused("echo", "with logprobs goes with no stream")
         info = self._service.client.info
         if body.echo and body.logprobs is not None and not info.takes_prompt_logprobs:
             raise refused(

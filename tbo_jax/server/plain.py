@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tbo_jax.server.conversation import template_messages, template_tools
-from tbo_jax.server.errors import ApiError, json_response, refused
+from tbo_jax.server.errors import json_response, refused
 from tbo_jax.server.protocol import DetokenizeRequest, TokenizeRequest
 from tbo_jax.server.service import Service
 
@@ -65,6 +65,8 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Response:
 async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
     """Text of token ids, in vLLM's form."""
     service.check_model(body.model)
-    if any(not 0 <= token < 2**32 for token in body.tokens):
-        raise ApiError(400, "tokens has a number that is no token id", param="tokens")
+    vocabulary = service.client.info.vocab_size
+    for token in body.tokens:
+        if not 0 <= token < vocabulary:
+            raise refused("tokens", f"has {token!r:.80}: outside the vocabulary of {vocabulary}")
     return json_response({"prompt": await service.prompts.decode(body.tokens)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,6 +64,8 @@ class CompletionLogprobs:
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._offset = 0
+        # A character of several tokens counts once.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def form(
         self, token_ids: Sequence[int], known: Sequence[TokenLogprobs | None]
@@ -78,7 +81,7 @@ class CompletionLogprobs:
         for token_id, one in zip(token_ids, known, strict=True):
             form["tokens"].append(texts.key(token_id))
             form["text_offset"].append(self._offset)
-            self._offset += len(texts.text(token_id))
+            self._offset += len(self._decoder.decode(texts.bytes(token_id)))
             if one is None:
                 form["token_logprobs"].append(None)
                 form["top_logprobs"].append(None)

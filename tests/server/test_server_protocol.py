@@ -178,6 +178,16 @@ def test_completion_of_several_prompts(service, client):
     assert set(texts.values()) == {"In t"} and not client.open
 
 
+def test_offsets_count_a_character_of_several_tokens_once(service):
+    prompt = "\N{WOMAN} \N{CJK UNIFIED IDEOGRAPH-65E5} God"
+    body = {"prompt": prompt, "max_tokens": 2, "echo": True, "logprobs": 1}
+    (choice,) = ask(service, TEXT, body).json()["choices"]
+    offsets, tokens = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
+    assert tokens[0].startswith("bytes:") and len(tokens) > len(prompt)
+    assert offsets == sorted(offsets) and offsets[-2:] == [len(prompt), len(prompt) + 1]
+    assert offsets[tokens.index(" God")] == prompt.index(" God")
+
+
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_too_many_completions_are_refused_before_they_are_made(service, path, monkeypatch):
     monkeypatch.setattr(completions, "_Choice", None)
@@ -203,8 +213,9 @@ def test_echo_and_logprobs(service, client):
     body = {"prompt": ids, "max_tokens": 2, "echo": True, "stream": True}
     chunks = events_of(ask(service, TEXT, body).text)[:-1]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == prompt + "In"
-    client.info = type(client.info)(client.info.folder, 1024, 2048, 20, False)
     body = {"prompt": prompt, "echo": True, "logprobs": 1}
+    assert "no stream" in refusal(service, TEXT, body | {"stream": True})["message"]
+    client.info = type(client.info)(client.info.folder, 1024, 2048, 20, False)
     assert "--prompt-logprobs" in refusal(service, TEXT, body)["message"]
 
 
@@ -290,7 +301,8 @@ def test_responses(service, client):
         (TEXT, b'{"prompt": "\\ud800"}', None, "no JSON"),
         (CHAT, b'{"messages": [], "metadata": {"a":' + b"[" * 100_000, None, "deep"),
         ("/tokenize", {}, "prompt", "one of them"),
-        ("/detokenize", {"tokens": [-1]}, "tokens", "token id"),
+        ("/detokenize", {"tokens": [-1]}, "tokens", "vocabulary of 2048"),
+        ("/detokenize", {"tokens": [0, 2048]}, "tokens", "vocabulary of 2048"),
     ],
 )  # fmt: skip
 def test_refused_by_name(service, client, path, body, param, said):
