@@ -84,6 +84,10 @@ class EngineConfig:
     prompt_logprobs: Annotated[bool, tyro.conf.Suppress] = False
     """Compile what log-probabilities of prompts need, a second program for each size of prefill;
     requests that ask for them are refused without."""
+    serve_early: bool | None = None
+    """Take requests as soon as the largest step of each kind is compiled, which can run all others;
+    these are compiled beside the requests, smallest first. Not with USE_TBO=auto, nor in several
+    processes. Default: yes for `tbo-jax serve` on CPU and TPU, no elsewhere."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, unless JAX is told another one."""
 
@@ -131,6 +135,7 @@ class EngineConfig:
             "deterministic": (True, False),
             "request_options": (True, False),
             "prompt_logprobs": (True, False),
+            "serve_early": (None, True, False),
             "compilation_cache": (True, False),
         }.items():
             value = getattr(self, name)

@@ -199,6 +199,10 @@ class Dispatcher:
     deterministic runner there is one decode bucket, which steps with decodes take, and one prefill
     bucket, which all others take.
 
+    After `compile_first` only the largest bucket of each kind is there, and after each
+    `compile_further` one more. A step takes the smallest that is there and holds it, so that none
+    waits for a compiler.
+
     A step that tells log-probabilities of prompts has the shape of a prefill bucket, and runs
     another program of it.
     """
@@ -227,6 +231,7 @@ class Dispatcher:
         self._decode_buckets, self._verify_buckets, self._prefill_buckets = buckets_of(
             runner.cache.max_tokens, max_sequences, drafts, runner.deterministic
         )
+        self._there: set[Bucket] | None = None  # what steps may take; None: all
         self._describing = None
         if max_prompt_logprobs is not None:
             self._describing = describing_prompts(self.runner, self._program, max_prompt_logprobs)
@@ -265,17 +270,50 @@ class Dispatcher:
             )
         else:
             self.runner.compile_all(self.buckets, progress)
-        if self._describing is not None:
-            for bucket in self._prefill_buckets:
-                self._describing.compile(bucket, self.runner.strategy(bucket))
         self._changer()
-        if self._options is not None and self._masks is not None:
-            for bucket in self.buckets:
-                self._options.compile(sampled_rows(bucket))
-                self._masks.compile(sampled_rows(bucket))
-                self._sampler(bucket)
+        for bucket in self.buckets:
+            self._compile_beside(bucket)
+        self._there = None
         self._buffers()
         return decisions
+
+    def compile_first(self, progress: Callable[[int, int], None] | None = None) -> list[Bucket]:
+        """Compile what can run every step, though not fast: the largest bucket of each kind.
+
+        Returns:
+            The others, for `compile_further`: smallest first, which single requests take.
+        """
+        kinds = self._decode_buckets, self._verify_buckets, self._prefill_buckets
+        first = [kind[-1] for kind in kinds if kind]
+        self.runner.compile_all(first, progress)
+        self._changer()
+        for bucket in first:
+            self._compile_beside(bucket)
+        self._there = set(first)
+        self._buffers()
+        further = [bucket for kind in kinds for bucket in kind[:-1]]
+        return sorted(further, key=lambda bucket: bucket.tokens)
+
+    def compile_further(self, bucket: Bucket) -> None:
+        """Compile one more, which steps take from then on. Another thread may run steps."""
+        self.runner.compile(bucket)
+        self._compile_beside(bucket)
+        if self._there is not None:
+            self._there.add(bucket)
+
+    @property
+    def num_there(self) -> int:
+        """How many of `buckets` steps may take."""
+        return len(self.buckets) if self._there is None else len(self._there)
+
+    def _compile_beside(self, bucket: Bucket) -> None:
+        """What runs beside the step of a bucket: programs of options, and of prompts told."""
+        if self._describing is not None and bucket in self._prefill_buckets:
+            self._describing.compile(bucket, self.runner.strategy(bucket))
+        if self._options is not None and self._masks is not None:
+            self._options.compile(sampled_rows(bucket))
+            self._masks.compile(sampled_rows(bucket))
+            self._sampler(bucket)
 
     def start(
         self, plan: StepPlan, rows: Rows, before: DispatchedStep | None = None
@@ -362,8 +400,16 @@ class Dispatcher:
             decodes = not prefill and all(one.num_tokens == 1 for one in prefills)
         if decodes:
             shaped = self._verify_buckets if plan.has_drafts else self._decode_buckets
-            return next(b for b in shaped if b.sequences >= rows and b.tokens >= tokens)
-        return next(b for b in self._prefill_buckets if b.tokens >= tokens)
+        else:
+            shaped, rows = self._prefill_buckets, 0  # each has all sequences
+        there = self._there
+        return next(
+            bucket
+            for bucket in shaped
+            if bucket.sequences >= rows
+            and bucket.tokens >= tokens
+            and (there is None or bucket in there)
+        )
 
     def recover(self) -> None:
         """Be ready for new steps after one that was interrupted or failed; the cache is lost.

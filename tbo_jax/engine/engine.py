@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tbo_jax.engine.auto.trial import Timer
+from tbo_jax.engine.compiling import Compiling, check_serves_early
 from tbo_jax.engine.config import check_drafts
 from tbo_jax.engine.dispatch import DispatchedStep, Dispatcher, StartedStep
 from tbo_jax.engine.reading import Reader
@@ -145,6 +147,7 @@ class Engine:
         self._grammars = Grammars(tokenizer, end_of_sequence, vocabulary)
         self._reader = Reader(self.language, vocabulary, self.statistics)
         self._next_id = 0
+        self._compiling: Compiling | None = None  # what `warm_up` left
         self._lock = FairLock()
 
     @property
@@ -163,28 +166,56 @@ class Engine:
         return self._dispatcher.buckets
 
     def warm_up(
-        self, progress: Callable[[int, int], None] | None = None, timer: Timer | None = None
+        self,
+        progress: Callable[[int, int], None] | None = None,
+        timer: Timer | None = None,
+        *,
+        early: bool = False,
     ) -> None:
         """Compile every step and sampler; after that nothing compiles.
 
         With `USE_TBO=auto` this also decides which buckets are split (`decide`).
 
+        With `early` it returns when the largest bucket of each kind is there, which can run every
+        step. A thread compiles the others, smallest first. A step takes the smallest that is there,
+        so that none waits for a compiler. Tokens are those that the engine gives without it, as far
+        as rounding goes: programs of another shape may sum in another order.
+
         Args:
-            progress: called with (compiled, in all).
+            progress: called with (compiled, in all); with `early` of those that are waited for.
             timer: takes the times to decide from, on any platform; default the wall clock.
+            early: as above.
 
         Raises:
             RuntimeError: steps would be timed, and overwrite the pages of unfinished requests.
+            ValueError: `early` with `USE_TBO=auto` or in several processes (`check_serves_early`).
         """
+        if early:
+            check_serves_early(self.runner.overlap)
+        if self._compiling is not None:
+            self._compiling.stop()
+            self._compiling = None
         with self._lock:
             start = time.perf_counter()
             if self.runner.overlap.mode == "auto" and self.scheduler.has_work:
                 raise RuntimeError("warm_up would overwrite the pages of unfinished requests")
             if not self.scheduler.has_work:
                 self.scheduler.forget_pages()  # which steps that are timed overwrite
-            decisions = self._dispatcher.compile_all(progress, timer)
-            self.statistics.decisions = {str(b): d.to_json() for b, d in decisions.items()}
+            if early:
+                further = self._dispatcher.compile_first(progress)
+            else:
+                decisions, further = self._dispatcher.compile_all(progress, timer), []
+                self.statistics.decisions = {str(b): d.to_json() for b, d in decisions.items()}
             self.statistics.compile_seconds += time.perf_counter() - start
+        if further:
+            # Neither knows this engine: it is not kept until all is compiled.
+            dispatcher, statistics = self._dispatcher, self.statistics
+            self._compiling = Compiling(further, dispatcher.compile_further, statistics.compiled)
+            weakref.finalize(self, self._compiling.stop_soon)
+
+    def finish_warm_up(self, seconds: float | None = None) -> bool:
+        """Wait for what is compiled beside requests, or so many seconds; whether all is done."""
+        return self._compiling is None or self._compiling.wait(seconds)
 
     def add(
         self,
@@ -361,6 +392,8 @@ class Engine:
             stats, scheduler = self.statistics, self.scheduler.statistics
             return _values(stats) | {
                 "speculate": self.speculate,
+                "shapes": len(self.buckets),
+                "shapes_compiled": self._dispatcher.num_there,
                 "acceptance_rate": stats.acceptance_rate,
                 "tokens_per_row": stats.tokens_per_row,
                 "preemptions": scheduler.preemptions,

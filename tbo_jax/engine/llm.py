@@ -18,6 +18,7 @@ from tbo_jax.checkpoint.formats import find_format, read_quantization
 from tbo_jax.checkpoint.hub import fetch_config, fetch_weights
 from tbo_jax.checkpoint.load import load_model, read_config
 from tbo_jax.engine.cache_size import cache_config, longest_context, pages_that_fit
+from tbo_jax.engine.compiling import serves_early
 from tbo_jax.engine.config import DTYPES, EngineConfig
 from tbo_jax.engine.devices import make_devices, use_compilation_cache
 from tbo_jax.engine.engine import Engine
@@ -63,6 +64,7 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         show_progress: bool = False,
+        served: bool = False,
         **options: Any,
     ):
         """Load and compile.
@@ -71,6 +73,7 @@ class LLM:
             model: a Hugging Face folder, or the id of a model on the hub.
             config: the options of the engine.
             show_progress: bars on stderr while loading and compiling.
+            served: a server's, which chooses the default of `serve_early`.
             options: fields of `EngineConfig`, in place of `config`: `LLM(model, devices=4)`.
 
         Raises:
@@ -103,6 +106,7 @@ class LLM:
         check_kernels(config.kernels, self.mesh.devices.flat[0])
         if config.deterministic:
             check_deterministic(self.mesh, overlap)
+        early = serves_early(config.serve_early, served, overlap, platform)
         find_format(self.folder, read_quantization(self.folder))
         self.tokenizer = Tokenizer.from_folder(self.folder)
         end_of_sequence = end_of_sequence_ids(self.folder, self.tokenizer)
@@ -177,7 +181,7 @@ class LLM:
             max_prompt_logprobs=max_prompt_logprobs,
         )
         with progress_bar("compiling", show_progress) as update:
-            self.engine.warm_up(update)
+            self.engine.warm_up(update, early=early)
         self.calls = Calls()
 
     def generate(

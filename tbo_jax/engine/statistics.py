@@ -30,6 +30,10 @@ class EngineStatistics:
     # Of USE_TBO=auto, by bucket: the strategy, seconds and gains by strategy, and the reason.
     decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    def compiled(self, seconds: float) -> None:
+        """Book what the compiler took for a bucket."""
+        self.compile_seconds += seconds
+
     @property
     def acceptance_rate(self) -> float:
         """Accepted drafts, as a part of those verified; 0 without any."""

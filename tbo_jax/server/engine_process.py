@@ -106,7 +106,7 @@ def _run(start: EngineStart, pulse: _Pulse) -> None:
     hosts = start.hosts
     if hosts is not None:
         connect(hosts.coordinator, hosts.num_processes, hosts.process_id)
-    llm = LLM(start.model, start.config, show_progress=start.show_progress)
+    llm = LLM(start.model, start.config, show_progress=start.show_progress, served=True)
     # What is here stays: the collector of garbage need not look at it again.
     gc.collect()
     gc.freeze()

@@ -28,6 +28,8 @@ _TOKENS = tuple(scale * 10**power for power in range(6) for scale in (1, 2, 5))
 _GAUGES = {  # of the engine's statistics
     "vllm:num_requests_running": ("running", "Requests that have a row of a step."),
     "vllm:num_requests_waiting": ("waiting", "Requests that wait for one."),
+    "tbo:shapes": ("shapes", "Shapes that steps can have."),
+    "tbo:shapes_compiled": ("shapes_compiled", "Of those, the ones that are compiled."),
 }
 _COUNTERS = {
     "vllm:num_preemptions": ("preemptions", "Requests that lost their pages to others."),

@@ -19,7 +19,7 @@ STATS_SECONDS = 0.5  # between two events
 _TOLD = (  # of the engine's statistics, to pages
     *("steps", "steps_split", "steps_ahead", "generated_tokens", "prompt_tokens", "cached_tokens"),
     *("running", "waiting", "preemptions", "evictions", "pages", "free_pages", "step_seconds"),
-    *("steps_by_bucket", "use_tbo", "devices", "platform"),
+    *("steps_by_bucket", "shapes", "shapes_compiled", "use_tbo", "devices", "platform"),
 )
 
 
