@@ -22,7 +22,7 @@ TARGETS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("head", "value"), [(128, 128), (64, 64), (192, 128)])
+@pytest.mark.parametrize(("head", "value"), [(128, 128), (64, 64), (192, 128), (576, 512)])
 def test_attention(target: str, head: int, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_libtpu(monkeypatch)
     heads, tokens = 8, 4096
