@@ -39,7 +39,9 @@ def find_devices(count: int | None) -> Sequence[jax.Device]:
     Raises:
         ValueError: there are not so many, or JAX finds none on the platform it was told of.
     """
-    if count is not None and count >= 1:
+    # The program around may want more of them, and has said so.
+    known: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    if count is not None and count >= 1 and count > known:
         # RuntimeError: JAX is in use already, and the devices are what they are.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", min(count, MOST_CPU_DEVICES))

@@ -95,6 +95,13 @@ def test_more_cpu_devices_than_anybody_has_are_not_made(monkeypatch):
     assert made == [devices.MOST_CPU_DEVICES]
 
 
+def test_cpu_devices_that_the_program_around_has_asked_for_stay(monkeypatch):
+    made: list[int] = []
+    assert jax.config.jax_num_cpu_devices == 8  # conftest.py
+    monkeypatch.setattr(jax.config, "update", lambda name, value: made.append(value))
+    assert len(devices.find_devices(2)) == 2 and not made
+
+
 @pytest.mark.parametrize(
     ("slices", "order", "nodes"),
     [
