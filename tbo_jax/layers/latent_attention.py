@@ -22,11 +22,10 @@ from flax import nnx
 
 from tbo_jax.layers.config import DecoderConfig, LatentConfig
 from tbo_jax.layers.context import LayerContext
-from tbo_jax.layers.linear import Linear, rms_norm
+from tbo_jax.layers.linear import Linear, project_each, rms_norm
 from tbo_jax.layers.rotary import apply_rotary
 from tbo_jax.layers.stored import StoredRows
 from tbo_jax.parallel.sharding import Shard
-from tbo_jax.quantized.array import times_each
 
 EPSILON = 1e-6  # of the norms of what is compressed, whatever the model's
 
@@ -43,21 +42,22 @@ class Expansion(nnx.Module):
 
         period = latent.plain_dim + latent.value_dim
 
-        def weight(rows: int, first: int) -> nnx.Param:
+        def weight(rows: int, first: int, summed: int) -> nnx.Param:
             value = init(rngs.params(), (config.num_heads, rows, latent.rank), config.dtype)
             shard = Shard("tensor", 0, config.num_heads)
-            return nnx.Param(value, shard=shard, stored=StoredRows(first, period), inputs=-1)
+            stored = StoredRows(first, period)
+            return nnx.Param(value, shard=shard, stored=stored, inputs=-1, summed=summed)
 
-        self.key = weight(latent.plain_dim, 0)
-        self.value = weight(latent.value_dim, latent.plain_dim)
+        self.key = weight(latent.plain_dim, 0, -2)
+        self.value = weight(latent.value_dim, latent.plain_dim, -1)
 
     def queries(self, q: jax.Array) -> jax.Array:
         """[T, N, plain_dim] -> [T, N, R]: what a query asks of the latent."""
-        return times_each(q, self.key[...], -2)
+        return project_each(q, self.key[...], summed=-2)
 
     def values(self, out: jax.Array) -> jax.Array:
         """[T, N, R] -> [T, N, value_dim]: the value of a mean of latents."""
-        return times_each(out, self.value[...], -1)
+        return project_each(out, self.value[...], summed=-1)
 
 
 class LatentAttention(nnx.Module):

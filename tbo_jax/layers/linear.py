@@ -14,7 +14,7 @@ from tbo_jax.layers.config import DecoderConfig
 from tbo_jax.layers.stacked_product import StackedMatrix
 from tbo_jax.parallel.sharding import Shard
 from tbo_jax.quantized import gpu_product
-from tbo_jax.quantized.array import QuantizedArray, times
+from tbo_jax.quantized.array import QuantizedArray, times, times_each
 
 FEW_ROWS = 64  # up to here `project` has forms of its own for CPU
 
@@ -38,6 +38,20 @@ def project_with_one(x: jax.Array, weight: StackedMatrix) -> jax.Array:
     if not stacked_product.takes(x.shape[0], x.dtype, weight.stack):
         return sliced(x, weight)
     return jax.lax.platform_dependent(x, weight, cuda=stacked_product.product, default=sliced)
+
+
+def project_each(x: jax.Array, weight: jax.Array | QuantizedArray, summed: int) -> jax.Array:
+    """Products with a matrix for each of N heads, in the dtype of `x`.
+
+    [T, N, K], [N, K, R] -> [T, N, R]; with `summed` -1 the weight is [N, R, K].
+    """
+    by_xla = functools.partial(times_each, summed=summed)
+    if not isinstance(weight, QuantizedArray) or not gpu_product.takes_each(
+        x.shape[0], x.dtype, weight, summed
+    ):
+        return by_xla(x, weight)
+    by_kernel = functools.partial(gpu_product.product_each, summed=summed)
+    return jax.lax.platform_dependent(x, weight, cuda=by_kernel, default=by_xla)
 
 
 def _quantized(x: jax.Array, weight: QuantizedArray) -> jax.Array:

@@ -88,6 +88,40 @@ def product(x: jax.Array, weight: QuantizedArray, interpret: bool = False) -> ja
     return sums[0] if parts == 1 else sums.sum(0)
 
 
+def takes_each(rows: int, dtype: Any, weight: QuantizedArray, summed: int) -> bool:
+    """Whether `product_each` computes [rows, N, K] times `weight`, and is of use for it."""
+    if not is_usable():
+        return False
+    columns, inputs = weight.shape[-3 - summed], weight.shape[summed]
+    size = INNER_BYTES // jnp.dtype(dtype).itemsize
+    return (
+        rows <= MOST_ROWS
+        and columns % COLUMNS == 0
+        and inputs % size == 0
+        and is_readable(weight.format, summed, size)
+    )
+
+
+def product_each(
+    x: jax.Array, weight: QuantizedArray, summed: int, interpret: bool = False
+) -> jax.Array:
+    """Products with a matrix for each of N heads, for what `takes_each` says.
+
+    [T, N, K], [N, K, R] -> [T, N, R] of the dtype of `x`; with `summed` -1 the weight is [N, R, K].
+    """
+    (rows, heads, inputs), columns = x.shape, weight.shape[-3 - summed]
+    tile = _tile(rows)
+    flat = pl.pallas_call(
+        functools.partial(_each_kernel, tile=tile, inputs=inputs, columns=columns, summed=summed),
+        out_shape=jax.ShapeDtypeStruct((rows, heads * columns), x.dtype),
+        grid=(-(-rows // tile), columns // COLUMNS, heads),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=4),
+        interpret=interpret,
+        name=_each_name(rows, heads, columns, inputs),
+    )(x.reshape(rows, heads * inputs), readable(weight))
+    return flat.reshape(rows, heads, columns)
+
+
 def expected_work(
     rows: int, columns: int, inputs: int, weight: QuantizedArray, dtype: Any
 ) -> dict[str, tuple[float, float]]:
@@ -101,14 +135,42 @@ def expected_work(
     return {_name(rows, columns, inputs): (2.0 * rows * columns * inputs, moved)}
 
 
+def expected_work_each(
+    rows: int, shape: tuple[int, int, int], summed: int, weight: QuantizedArray, dtype: Any
+) -> dict[str, tuple[float, float]]:
+    """Those of `product_each`, of [rows, N, K] and a part of `weight` of `shape`, that of numbers.
+
+    Args:
+        rows: T.
+        shape: [N, K, R], or with `summed` -1 [N, R, K].
+        summed: the axis of K, -2 or -1.
+        weight: the whole, which tells how many bytes a number has.
+        dtype: of what multiplies it.
+    """
+    heads, columns, inputs = shape[0], shape[-3 - summed], shape[summed]
+    held = weight.nbytes / math.prod(weight.shape) * math.prod(shape)
+    moved = held + rows * heads * (inputs + columns) * jnp.dtype(dtype).itemsize
+    work = 2.0 * rows * math.prod(shape), moved
+    return {_each_name(rows, heads, columns, inputs): work}
+
+
+def _each_name(rows: int, heads: int, columns: int, inputs: int) -> str:
+    return f"{NAME}_each_{rows}x{heads}x{columns}x{inputs}"
+
+
 def _name(rows: int, columns: int, inputs: int) -> str:
     """The kernel's name, by which a schedule report finds its work."""
     return f"{NAME}_{rows}x{columns}x{inputs}"
 
 
+def _tile(rows: int) -> int:
+    """Rows of a program."""
+    return min(max(1 << (rows - 1).bit_length(), SMALLEST_TILE), LARGEST_TILE)
+
+
 def _cut(rows: int, inputs: int, columns: int, dtype: Any) -> tuple[int, int, int]:
     """Rows of a tile, steps along what is summed, and in how many parts those are shared out."""
-    tile = min(max(1 << (rows - 1).bit_length(), SMALLEST_TILE), LARGEST_TILE)
+    tile = _tile(rows)
     programs = -(-rows // tile) * (columns // COLUMNS)
     steps = inputs * jnp.dtype(dtype).itemsize // INNER_BYTES
     most = PROGRAMS // max(1, programs)
@@ -130,3 +192,23 @@ def _kernel(x: Any, weight: QuantizedArray, out: Any, *, tile: int, steps: int) 
 
     total = jax.lax.fori_loop(0, steps, add, jnp.zeros((tile, COLUMNS), jnp.float32))
     plgpu.store(out.at[part, row[:, None], column[None, :]], total, mask=live[:, None])
+
+
+def _each_kernel(
+    x: Any, weight: QuantizedArray, out: Any, *, tile: int, inputs: int, columns: int, summed: int
+) -> None:
+    row = pl.program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
+    column = pl.program_id(1) * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
+    head = pl.program_id(2)
+    live = row < x.shape[0]
+    size = INNER_BYTES // x.dtype.itemsize
+
+    def add(step: Any, total: jax.Array) -> jax.Array:
+        block = Block((head,), step * size, size, column)
+        own = load_inputs(x, row, head * inputs + block.start, size, live, weight)
+        return total + multiply(own, weight, block, summed)
+
+    zero = jnp.zeros((tile, COLUMNS), jnp.float32)
+    total = jax.lax.fori_loop(0, inputs // size, add, zero).astype(x.dtype)
+    place = (head * columns + column)[None, :]
+    plgpu.store(out.at[row[:, None], place], total, mask=live[:, None])

@@ -101,8 +101,13 @@ def product_work(model: CausalLM, mesh: Mesh, rows: set[int]) -> Mapping[str, tu
                 for count in rows:
                     work |= stacked_product.expected_work(count, columns, inputs, value.dtype)
             continue
-        columns, inputs = NamedSharding(mesh, spec).shard_shape(value.values.shape)[-2:]
+        *lead, columns, inputs = NamedSharding(mesh, spec).shard_shape(value.values.shape)
         inputs *= 1 + value.format.is_packed
+        summed = variable.get_metadata().get("summed")
         for count in rows:
+            if summed is not None:  # a matrix for each head
+                each = lead[-1], columns, inputs
+                work |= gpu_product.expected_work_each(count, each, summed, value, jnp.bfloat16)
+                continue
             work |= gpu_product.expected_work(count, columns, inputs, value, jnp.bfloat16)
     return work

@@ -93,6 +93,16 @@ def test_products_of_heads(name: str | None) -> None:
         expected = np.einsum(axes, x, matrix.astype(np.float64))
         found = times_each(jnp.asarray(x), jnp.asarray(matrix) if name is None else array, summed)
         assert error(found, expected) < 2e-6
+        if name is None:
+            continue
+        for dtype, within in ((jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)):
+            rows = jnp.asarray(x, dtype)
+            if gpu_product.takes_each(len(x), dtype, array, summed):
+                kernel = gpu_product.product_each(rows, array, summed, interpret=True)
+                assert kernel.dtype == dtype
+                assert error(kernel, expected) < within
+            else:
+                assert name == "fp8, odd blocks"
 
 
 @pytest.mark.parametrize("name", ["fp8, blocks", "fp8, odd blocks", "int8, a factor for each output",
